@@ -20,6 +20,7 @@ from posttrain.checkpoint import verification
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
 from posttrain.checkpoint.verification import find_uncovered, raise_bad_files, verify
 from posttrain.errors import CheckpointError
+from posttrain.observability.provenance import record_run
 
 
 @pytest.fixture
@@ -106,6 +107,18 @@ def test_a_better_pass_rate_is_found(paths):
     assert problem.startswith(f"{path}: ")
     path.write_text(path.read_text().replace("0.9999", "0.999"))
     assert "content differs" in problems_of(paths)["evaluation after"][0]
+
+
+def test_an_evaluation_between_steps_is_vouched_for(paths):
+    result = paths.train / "evaluations" / "step_000002.json"
+    result.parent.mkdir()
+    result.write_text('{"finished": 2, "exams": {}}')
+    before = read_receipt(paths.records)
+    write_receipt(paths.records, dataclasses.replace(before, files=record_run(paths.run)))
+    assert problems_of(paths) == {}
+    assert "train/evaluations/step_000002.json" not in find_uncovered(paths, verify(paths))
+    result.write_text('{"finished": 3, "exams": {}}')
+    assert "train/evaluations/step_000002.json" in problems_of(paths)["run: records"][0]
 
 
 def test_only_what_nothing_vouches_for_is_not_looked_at(paths):

@@ -35,6 +35,18 @@ def test_models_and_repositories(what: str, precision: str, place: str, name: st
     assert (given.place, given.name, given.precision, given.is_folder) == (place, name, found, False)
 
 
+def test_the_revision_that_a_models_file_pins_is_served() -> None:
+    pinned = resolve({"model": "qwen3_4b", "site": "local"}, CONFIG_DIR).config.model.source.revision
+    assert len(pinned) == 40
+    for what in ("qwen3_4b", "Qwen/Qwen3-4B"):
+        for engine in ("sglang", "vllm"):
+            found = plan_launch(Wish(engine), checkpoint(what), machine("h100"))
+            assert as_mapping(found.processes[0].flags)["--revision"] == pinned
+    # The same weights in another precision are another repository.
+    assert [checkpoint(what).revision for what in ("zai-org/GLM-5-FP8", "Qwen/Qwen3-4B-FP8")] == ["", ""]
+    assert checkpoint("glm5", "fp8").revision == ""
+
+
 def test_a_longer_name_is_another_model() -> None:
     assert checkpoint("zai-org/GLM-5.2-FP8").architecture.index_topk_freq == 4
     assert checkpoint("zai-org/GLM-5.1").architecture.index_topk_freq == 1

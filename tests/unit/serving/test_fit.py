@@ -48,7 +48,7 @@ def test_the_smallest_that_fits(what, hardware, precision, wish, expected):
         ("h200", "bf16", {"nodes": 1}, "--nodes 2 (16 GPUs); --precision fp8; --hardware mi300x"),
         ("mi300x", "bf16", {"nodes": 1, "goal": "throughput"}, "--nodes 2 (16 GPUs); --goal latency, which needs less"),
         ("h200", "bf16", {"nodes": 2, "prefill_apart": True}, "--nodes 4 (16 GPUs); --precision fp8"),
-        ("h100", "bf16", {"engine": "embedded"}, "a smaller model, or larger GPUs"),
+        ("h100", "bf16", {"engine": "embedded"}, "--engine sglang (32 GPUs)"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_nearest_that_does(hardware, precision, wish, nearest):
@@ -73,6 +73,12 @@ def test_each_remedy_works():
             else:
                 assert option == "--hardware"
                 assert size("glm5", value, precision, nodes=1).nodes == 1
+
+
+def test_another_engine_is_a_remedy_that_works():
+    with pytest.raises(ConfigError) as refused:
+        size("glm5", "h100", "bf16", engine="embedded")
+    assert refused.value.problems[0].remedy == f"--engine sglang ({size('glm5', 'h100', 'bf16').num_gpus} GPUs)"
 
 
 def test_the_embedded_engine_holds_what_it_computes_with():

@@ -27,7 +27,7 @@ from posttrain.errors import CheckpointError
 
 # What the training of a run writes down for people to read; of a W&B run all but its logs.
 RECORDS = (
-    *("train/metrics.jsonl", "train/attempts.jsonl", "node_local/*.json"),
+    *("train/metrics.jsonl", "train/attempts.jsonl", "train/evaluations/step_*.json", "node_local/*.json"),
     *("train/wandb/*run-*/*.wandb", "train/wandb/*run-*/files/**/*"),
 )
 

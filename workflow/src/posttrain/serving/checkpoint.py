@@ -10,6 +10,7 @@ from pathlib import Path
 from posttrain.artifacts import Paths, receipt_of
 from posttrain.checkpoint.formats.hf_architecture import architecture_of, precision_of
 from posttrain.checkpoint.formats.hf_layout import read_object
+from posttrain.config.data import UNPINNED
 from posttrain.config.fields import did_you_mean
 from posttrain.config.load import Resolved, load_resolved, merge
 from posttrain.config.schema import Architecture, Config
@@ -38,6 +39,7 @@ class Checkpoint:
         missing: What makes the folder, where it is not there yet.
         hardware: What the model's file is planned for; empty: not known.
         method: What its `config.json` calls its quantisation; empty: not known, or none.
+        revision: The commit of a repository that its model's file pins; empty: none is pinned.
     """
 
     place: str
@@ -48,6 +50,7 @@ class Checkpoint:
     missing: str = ""
     hardware: str = ""
     method: str = ""
+    revision: str = ""
 
 
 def find_checkpoint(what: str, precision: str, folders: Iterable[Path], results: Path) -> Checkpoint:
@@ -118,7 +121,7 @@ def _of_model(config: Config, precision: str) -> Checkpoint:
         raise ConfigError([Problem("checkpoint", model.name, "a model that comes from the Hub", remedy)])
     source, hardware = model.source.repo_id, config.hardware.name
     found = Checkpoint(source, served_name(source), model.architecture, "bf16", False, hardware=hardware)
-    return _in_form(found, precision)
+    return _in_form(replace(found, revision=_pinned(source, config)), precision)
 
 
 def _of_repository(what: str, precision: str, known: dict[str, str], folders: list[Path]) -> Checkpoint:
@@ -131,10 +134,17 @@ def _of_repository(what: str, precision: str, known: dict[str, str], folders: li
             config = _config_of(model, folders)
             own = form["precision"] if form else "bf16"
             arch, hardware = config.model.architecture, config.hardware.name
-            return _in_form(Checkpoint(what, served_name(what), arch, own, False, hardware=hardware), precision)
+            found = Checkpoint(what, served_name(what), arch, own, False, hardware=hardware)
+            return _in_form(replace(found, revision=_pinned(what, config)), precision)
     allowed = f"a repository named after a model of config/models: {', '.join(sorted(set(known.values())))}"
     remedy = "download it and give its folder: what it is stands in its config.json"
     raise ConfigError([Problem("checkpoint", one_line(what), allowed, remedy)])
+
+
+def _pinned(repository: str, config: Config) -> str:
+    """Return the commit that a model's file pins of a repository; "" where it pins none."""
+    source = config.model.source
+    return source.revision if source.repo_id == repository and source.revision != UNPINNED else ""
 
 
 def served_name(repository: str) -> str:
@@ -146,7 +156,7 @@ def served_name(repository: str) -> str:
 def _in_form(found: Checkpoint, precision: str) -> Checkpoint:
     """Return the repository that has the same weights in the precision asked for, if one is known."""
     if precision in FORMS.get(found.place, {}):
-        return replace(found, place=FORMS[found.place][precision], precision=precision)
+        return replace(found, place=FORMS[found.place][precision], precision=precision, revision="")
     return _checked(found, precision)
 
 

@@ -58,7 +58,8 @@ def choose_size(wish: Wish, precision: str, config: Config, others: Sequence[Har
     kept = kept_as(wish, precision, hardware)
     needed = serving_gib_per_gpu(config.model.architecture, tried, kept, attention)
     value = f"{precision} on {tried} of {hardware.name}: {needed:.1f} GiB a GPU for weights and one request"
-    remedy = "; ".join(_nearest(wish, precision, config, others)) or "a smaller model, or larger GPUs"
+    nearest = _nearest(wish, precision, config, others)
+    remedy = "; ".join(nearest) or f"another engine, or a model that {hardware.name} holds"
     at_most = f"at most {allowed:.1f} GiB, {SERVING_SHARE:.0%} of {hardware.memory_gib_per_gpu:g}"
     raise ConfigError([Problem("--nodes" if wish.nodes else "--hardware", value, at_most, remedy)])
 
@@ -112,6 +113,9 @@ def _nearest(wish: Wish, precision: str, config: Config, others: Sequence[Hardwa
         yield f"--nodes {nodes} ({counted(larger.num_gpus, 'GPU')})"
     if wish.goal == "throughput" and _size(replace(wish, goal="latency"), precision, arch, hardware):
         yield "--goal latency, which needs less"
+    # The embedded engine is one GPU, whichever the hardware; SGLang spreads the same weights over several.
+    if wish.engine == "embedded" and (spread := _size(replace(free, engine="sglang"), precision, arch, hardware)):
+        yield f"--engine sglang ({counted(spread.num_gpus, 'GPU')})"
     for other in computed_with(wish, hardware):
         if other != precision and _size(wish, other, arch, hardware):
             yield f"--precision {other}"

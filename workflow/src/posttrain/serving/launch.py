@@ -172,6 +172,7 @@ def _sglang(wish: Wish, checkpoint: Checkpoint, config: Config, size: Size) -> l
             place = [flag("--node-rank", rank, reason=PLACE), flag("--dist-init-addr", first, reason="where they meet")]
             own = [
                 flag("--model-path", checkpoint.place, reason="the checkpoint"),
+                *_revision(checkpoint),
                 flag("--served-model-name", wish.name or checkpoint.name, reason="what clients call it"),
                 *flags,
                 *([index_cache()] if wish.index_cache else []),
@@ -183,6 +184,11 @@ def _sglang(wish: Wish, checkpoint: Checkpoint, config: Config, size: Size) -> l
             environment = serving_environment(config, role)
             found.append(Process(title, program, tuple(own), tuple(environment), is_cpu))
     return found + ([_router(wish)] if wish.prefill_apart else [])
+
+
+def _revision(checkpoint: Checkpoint) -> list[Flag]:
+    pinned = checkpoint.revision
+    return [flag("--revision", pinned, reason="the commit that the model's file pins")] if pinned else []
 
 
 def _router(wish: Wish) -> Process:
@@ -205,6 +211,7 @@ def _vllm(wish: Wish, checkpoint: Checkpoint, config: Config, size: Size) -> lis
             *([flag("--headless", True, reason="the first node alone answers")] if rank else []),
         ]
         flags = (
+            *_revision(checkpoint),
             flag("--served-model-name", wish.name or checkpoint.name, reason="what clients call it"),
             *vllm_flags(config),
             *(place if size.nodes > 1 else []),

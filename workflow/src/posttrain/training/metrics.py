@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 import math
 from collections.abc import Sequence
 
@@ -13,6 +15,11 @@ from posttrain.megatron_backend.train_step import NO_SIGNAL, UpdateStatistics
 from posttrain.rollout.coordinator import RolloutResult
 from posttrain.training.phases import PhaseClock
 from posttrain.types import SampleGroup
+
+log = logging.getLogger(__name__)
+
+# Of what graders said in a step: each answer may name others, and each name is a chart.
+MAX_NAMES = 1000
 
 
 def step_metrics(
@@ -83,7 +90,10 @@ def _reward_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
             told = {**sample.scores, **sample.parts} if len(sample.scores) > 1 or sample.parts else {}
             for name, score in told.items():
                 values.setdefault(f"reward/{name}", []).extend([] if score is None else [score])
-    return {name: math.fsum(of_samples) / len(of_samples) for name, of_samples in values.items() if of_samples}
+    if len(values) > MAX_NAMES:
+        log.warning("graders gave %d names of metrics in this step; the first %d are kept", len(values), MAX_NAMES)
+    kept = itertools.islice(values.items(), MAX_NAMES)
+    return {name: math.fsum(of_samples) / len(of_samples) for name, of_samples in kept if of_samples}
 
 
 def _update_metrics(statistics: Sequence[UpdateStatistics], is_compared: bool) -> dict[str, float]:
