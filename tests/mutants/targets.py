@@ -49,7 +49,11 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "reward/text": (f"{UNIT}/reward/test_text.py", f"{UNIT}/reward/test_verdicts.py"),
     "reward/scoring": (f"{UNIT}/reward/test_scoring.py",),
     "training/lessons": (f"{UNIT}/training/test_lessons.py",),
+    "config/overrides": (f"{UNIT}/config/test_overrides.py",),
+    "config/strict_yaml": (f"{UNIT}/config/test_strict_yaml.py",),
+    "weight_sync/holdings": (f"{UNIT}/weight_sync/test_holdings.py",),
     # What stays on disk.
+    "artifacts/placeholders": (f"{UNIT}/artifacts/test_placeholders.py",),
     "artifacts/receipts": tuple(f"{UNIT}/artifacts/test_{name}.py" for name in ("receipts", "names", "claim")),
     "artifacts/lease": (f"{UNIT}/artifacts/test_lease.py", f"{UNIT}/artifacts/test_lease_holders.py"),
     "artifacts/durable": (f"{UNIT}/artifacts/test_durable.py", f"{UNIT}/artifacts/test_temporaries.py"),

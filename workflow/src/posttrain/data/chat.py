@@ -17,6 +17,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from posttrain.data.deadline import deadline
 from posttrain.data.messages import RowError
 from posttrain.data.tool_calls import forms_of, in_form
 from posttrain.errors import CheckpointError, ConfigError, Problem
@@ -25,6 +26,8 @@ from posttrain.errors import CheckpointError, ConfigError, Problem
 DECIDED_VARIABLES = ("conversation", "tokenize", "add_generation_prompt")
 # A text that no template has.
 _PROBED = "probed text"
+# A conversation takes milliseconds; a template may hold loops that take years.
+RENDER_SECONDS = 60.0
 # Of a template's refusal, as much as tells where it is.
 SHOWN_CHARACTERS = 40
 
@@ -120,8 +123,12 @@ class ChatTokenizer:
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, **options: Any
     ) -> Any:
         try:
-            shown = [in_form(message, self._forms_of_arguments) for message in messages]
-            return self._as_given(shown, tools, **options)
+            with deadline(RENDER_SECONDS):
+                shown = [in_form(message, self._forms_of_arguments) for message in messages]
+                return self._as_given(shown, tools, **options)
+        except TimeoutError as error:
+            told = f"{self._folder}: the chat template does not end ({error}); does it loop over `range`?"
+            raise CheckpointError(told) from error
         except Exception as error:  # a template is somebody's program: it raises what it likes
             reason = str(error) if isinstance(error, TemplateError | RowError) else f"{type(error).__name__}: {error}"
             place = self._place_of_error(messages, tools, options)

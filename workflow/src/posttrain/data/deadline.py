@@ -1,0 +1,34 @@
+"""A limit for code that others wrote and that runs in this process: chat templates."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+@contextmanager
+def deadline(seconds: float) -> Iterator[None]:
+    """Interrupt the block's Python code after so long; only the main thread can be interrupted.
+
+    Raises:
+        TimeoutError: The time is over.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(_: int, __: FrameType | None) -> None:
+        raise TimeoutError(f"not done after {seconds:g} s")
+
+    handler = signal.signal(signal.SIGALRM, interrupt)
+    # It rings again for code that goes on after any exception.
+    remaining, interval = signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, remaining, interval)
