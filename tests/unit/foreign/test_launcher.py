@@ -159,6 +159,9 @@ def test_what_is_no_python_is_refused(tmp_path: Path, text: str) -> None:
         "text = '--flag 1 '\n" + "text = text + text\n" * 60,
         "text = '--flag 1 '\n" + "text = f'{text}{text}'\n" * 60,
         "text = '--flag 1 '\n" + "text = ' '.join([text, text])\n" * 60,
+        "x = [0]\n" + "x = [x, x]\n" * 60 + "text = f'--flag {x}'",
+        "x = [0]\n" + "x = [x] * 9\n" * 60 + "text = f'--flag {x == x}'",
+        "text = f'--flag {" + "[" * 60 + "0" + "] * 9000" * 60 + "}'",
     ],
 )
 def test_hostile_launchers_cost_little(tmp_path: Path, body: str) -> None:

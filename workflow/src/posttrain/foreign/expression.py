@@ -129,7 +129,11 @@ def _folded(node: ast.expr) -> Any:
     if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
         return node.value
     if isinstance(node, ast.List):
-        return [_folded(item) for item in node.elts]
+        items = [_folded(item) for item in node.elts]
+        if any(isinstance(item, list) for item in items):
+            # Lists of lists are no setting, and a few characters make billions of items of them.
+            raise ValueError("a list of lists")
+        return items
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_folded(node.operand)
     if isinstance(node, ast.BinOp):

@@ -212,7 +212,9 @@ class _Launcher:
         if isinstance(node, ast.BinOp):
             return self._binary(type(node.op), self._value(node.left, names), node.right, names)
         if isinstance(node, (ast.List, ast.Tuple)):
-            return [self._value(item, names) for item in node.elts]
+            items = [self._value(item, names) for item in node.elts]
+            # A few characters make billions of items of lists of lists.
+            return Unknown("it is a list of lists") if any(isinstance(item, list) for item in items) else items
         if isinstance(node, ast.IfExp):
             test = _plain(self._value(node.test, names))
             return test if isinstance(test, Unknown) else self._value(node.body if test else node.orelse, names)
