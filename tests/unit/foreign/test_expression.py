@@ -20,7 +20,14 @@ def test_numbers_and_lists(text: str, value: Any) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["[" * 40 + "0" + "]*9000" * 40, "[0]*9000*9000", "[" * 5000, "9**9**9**9", "-" * 60_000 + "1", "1+" * 30_000 + "1"],
+    [
+        "[" * 40 + "0" + "]*9000" * 40,
+        "[0]*9000*9000",
+        "[" * 5000,
+        "9**9**9**9",
+        "-" * 60_000 + "1",
+        "1+" * 30_000 + "1",
+    ],
 )
 def test_bombs_are_no_number(text: str) -> None:
     begun = time.process_time()

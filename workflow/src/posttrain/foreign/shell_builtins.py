@@ -114,6 +114,13 @@ def _cat(shell: Shell, state: State, words: Sequence[Word], code: Code) -> State
 
 def _read(shell: Shell, state: State, words: Sequence[Word], code: Code) -> State | None:
     names = [word for word in words[1:] if not word.text.startswith("-")]
+    if [word.text for word in words[1:-1]] in (["-ra"], ["-r", "-a"], ["-a"]) and "IFS" not in state.variables:
+        line = state.stdin[0] if state.stdin else "\\"
+        if "\\" not in line and not words[-1].why and _NAME.fullmatch(words[-1].text):
+            items = {at: Word(text, code.place) for at, text in enumerate(line.split())}
+            state.variables[state.target(words[-1].text)] = Variable(items, True)
+            state.stdin, state.status = (state.stdin or ())[1:], int(not line.endswith("\n"))
+            return state
     options = [word.text for word in words[1:] if word.text.startswith("-")]
     is_known = state.stdin is not None and all(option == "-r" for option in options)
     if any(word.why or not _NAME.fullmatch(word.text) for word in names) or any(

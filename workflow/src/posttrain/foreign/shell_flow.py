@@ -323,7 +323,8 @@ class Flow:
             elif part.type == "herestring_redirect":
                 state.stdin = self.herestring(part, state)
             elif re.match(r"0?<(?![&(<])", text):
-                state.stdin, is_sure = self._input(text, part, state), is_sure and "<(" in text
+                state.stdin = self._input(text, part, state)
+                is_sure = is_sure and ("<(" in text or state.stdin is not None)
             else:
                 name = re.sub(r"^\d*(&>>|&>|>>|>\||>&|<&|>|<)\s*", "", text)
                 word = expand.joined(name) if ">(" not in text else None

@@ -55,7 +55,7 @@ class Parameters:
             yield Part(text, why if "${" not in why else f"{text} is not expanded", is_quoted, is_split)
             return
         is_list = (index or name) == "@" or ((index or name) == "*" and not is_quoted)
-        mark = self._words.field_marks()[:1]
+        mark = self._words.field_marks(is_joined=True)[:1]
         for number, word in enumerate(items):
             if number:
                 yield BREAK if is_list else Part(mark, is_quoted=True)
@@ -99,7 +99,7 @@ class Parameters:
         if sign == "!":
             targets, why = self._items(name, index, "")
             target = next(iter(targets), Word("", place))
-            if why or target.why or not re.fullmatch(r"[A-Za-z_]\w*(\[[\w@*]+\])?|\d+", target.text):
+            if why or target.why or not re.fullmatch(r"[A-Za-z_]\w*(\[\w+\])?|\d+", target.text):
                 return [], why or target.why or "${!}"
             inner = re.fullmatch(r"(\w+)(?:\[(.*)\])?", target.text)
             assert inner
@@ -210,7 +210,9 @@ class Parameters:
             return None if pattern is None else cut(pattern, text, match[1])
         if match := re.fullmatch(r"(//|/#|/%|/)((?:[^/\\]|\\.)*)(?:/(.*))?", rest, re.DOTALL):
             pattern, new = self._pattern(match[2]), self._words.joined(match[3] or "", True)
-            if pattern is None or new.why or not pattern or "&" in new.text or re.search(r"[\\'\"]|\{.*/", rest):
+            if pattern is None or new.why or not pattern or "&" in new.text:
+                return None
+            if re.search(r"['\"{]", match[2]) or re.search(r"[\\'\"]", match[3] or ""):
                 return None
             return replaced(pattern, text, new.text, match[1])
         if rest in _CASES:

@@ -81,7 +81,7 @@ class Words:
             return None
         return pattern_of([(part.text, part.is_quoted) for part in parts])
 
-    def field_marks(self) -> str:
+    def field_marks(self, is_joined: bool = False) -> str:
         """Return the characters that end a field, of which the first joins a list.
 
         Raises:
@@ -90,7 +90,7 @@ class Words:
         if "IFS" not in self.state.variables:
             return _BLANKS
         marks = self.state.variables["IFS"].items.get(0)
-        if marks is None or marks.why or (marks.text.strip(_BLANKS) and len(marks.text) > 1):
+        if marks is None or marks.why or (marks.text.strip(_BLANKS) and len(marks.text) > 1 and not is_joined):
             raise Unclear("the marks of IFS are not followed")
         return marks.text
 
