@@ -120,7 +120,7 @@ def unset(shell: Shell, code: Code, state: State) -> State | None:
             state.functions.pop(name, None)
             continue
         variable = state.variables.get(name, unknown(state.lost) if state.lost else Variable())
-        if "r" in variable.attributes or (not index and any(name in hidden for hidden in state.locals)):
+        if "r" in variable.attributes or (not index and any(name in hidden for hidden in state.locals[:-1])):
             raise Unclear(f"whether {name} can be unset is not known")
         if not index:
             state.variables[name] = Variable()

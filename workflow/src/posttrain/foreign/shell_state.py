@@ -116,7 +116,7 @@ class State:
         """Know nothing of any variable."""
         self.variables, self.lost, self.positional = {}, why, None
         self.functions = dict.fromkeys(self.functions)
-        self.locals = [{} for _ in self.locals]
+        self.locals = [{name: unknown(why) for name in hidden} for hidden in self.locals]
         self.status = self.output = self.stdin = None
 
 
