@@ -80,7 +80,7 @@ def test_a_failed_step_does_not_get_its_old_receipt_back(tmp_path: Path) -> None
     workflow = WorkflowFolder(tmp_path / "work", tmp_path / "store", settings)
     workflow.run("download_dataset")
     (receipt,) = workflow.store.glob("datasets/*.receipt.json")
-    rows.write_text("not JSON\n")
+    rows.write_text('{"prompt": "0", "label": "1"}\nnot JSON\n')
     code, output = workflow.attempt("download_dataset")
     assert code == 1
     assert "rows.jsonl" in output

@@ -64,8 +64,8 @@ def test_a_table_of_the_wrong_form_is_told_in_a_few_lines(tmp_path: Path) -> Non
 
 
 def test_it_is_a_look_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Repeated prompts and a later mistake are for the step that reads everything."""
-    rows = [*GOOD, GOOD[0], *({"prompt": f"b{i}", "label": "1"} for i in range(NUM_ROWS)), "no json"]
+    """Repeated prompts and single wrong rows are for the step that reads everything."""
+    rows = [*GOOD, "no json", GOOD[0], *({"prompt": f"b{i}", "label": "1"} for i in range(NUM_ROWS)), "no json"]
     assert check(_lines(tmp_path / "a.jsonl", rows)) == []
     big = tmp_path / "a.json"
     big.write_text("[no json")
@@ -93,4 +93,4 @@ def test_suites_and_sources_are_looked_at(tmp_path: Path) -> None:
     assert problem.key == str(bad)
     (problem,) = check(good, "data.sources.one.prompt_key=a[", "data.sources.two.weight=2")
     assert problem.key == "data.sources.one.prompt_key"
-    assert check("a.parquet", "data.repo_id=a/b", f"data.revision={'0' * 40}", "data.label_key=a[", kind="hub") != []
+    assert check("a.parquet", "data.repo_id=a/b", f"data.revision={'a' * 40}", "data.label_key=a[", kind="hub") != []
