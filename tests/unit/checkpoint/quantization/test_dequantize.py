@@ -86,6 +86,81 @@ def test_values_equal_what_compressed_tensors_makes_of_the_folder(quantized, nam
     assert torch.equal(ours.to(expected.dtype), expected)
 
 
+STRATEGIES = {
+    "tensor": {},
+    "channel": {},
+    "group 32": {"group_size": 32},
+    "group 128": {"group_size": 128},
+    "block": {"block_structure": [128, 128]},
+    "small block": {"block_structure": [64, 64]},
+}
+LAYOUTS = [("float-quantized", "float", 8), ("int-quantized", "int", 8), ("naive-quantized", "float", 8)]
+LAYOUTS += [("naive-quantized", "int", 8), ("pack-quantized", "int", 4), ("pack-quantized", "int", 8)]
+
+
+def of_the_library(folder, layout, strategy, is_symmetric, rows=512, columns=256):
+    """Write a matrix that compressed-tensors has compressed, and return what it decompresses."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    format_name, kind, bits = layout
+    given = {"strategy": strategy.split()[-1] if "block" in strategy else strategy.split()[0], **STRATEGIES[strategy]}
+    args = QuantizationArgs(num_bits=bits, type=kind, symmetric=is_symmetric, **given)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args, format=format_name)
+    weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
+    side = STRATEGIES[strategy].get("block_structure", [rows if strategy == "tensor" else 1])[0]
+    width = {"tensor": columns, "channel": columns}.get(strategy, STRATEGIES[strategy].get("group_size", side))
+    cells = weight.unflatten(0, (-1, side)).unflatten(2, (-1, width))
+    low, high = cells.amin(dim=(1, 3)), cells.amax(dim=(1, 3))
+    low, high = (low.reshape(1), high.reshape(1)) if strategy == "tensor" else (low, high)
+    scale, zero_point = calculate_qparams(low, high, args)
+    compressor = BaseCompressor.get_value_from_registry(format_name)
+    made = compressor.compress({"weight": weight, "weight_scale": scale, "weight_zero_point": zero_point}, scheme)
+    if is_symmetric:
+        made.pop("weight_zero_point", None)
+    folder.mkdir()
+    save_file({f"m.{name}": part.contiguous() for name, part in made.items()}, folder / "model.safetensors")
+    declared = {"quant_method": "compressed-tensors", "format": format_name}
+    declared["config_groups"] = {"group_0": scheme.model_dump(mode="json", exclude_none=True)}
+    (folder / "config.json").write_text(json.dumps({"quantization_config": declared}))
+    return compressor.decompress(dict(made), scheme)["weight"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout[0]} {layout[1]}{layout[2]}")
+def test_each_strategy_of_the_library_is_read_as_it_reads_it(tmp_path, layout):
+    """Zero points, too."""
+    for strategy in STRATEGIES:
+        for is_symmetric in (True, False):
+            folder = tmp_path / f"{strategy} {is_symmetric}"
+            expected = of_the_library(folder, layout, strategy, is_symmetric)
+            assert torch.equal(QuantizedCheckpoint(folder).tensor("m.weight").to(expected.dtype), expected), folder.name
+
+
+def test_groups_of_a_matrix_that_is_read_in_ranges_of_rows(tmp_path):
+    """As many rows in a range as a block has, where groups were once taken for blocks."""
+    expected = of_the_library(tmp_path / "hf", LAYOUTS[0], "group 128", True, rows=260, columns=8192)
+    values = QuantizedCheckpoint(tmp_path / "hf")
+    assert torch.equal(values.tensor("m.weight").to(expected.dtype), expected)
+    full = values.full_scale("m.weight", slice(0, 260)).expand(260, 8192)
+    assert (expected.float().abs() <= full).all()
+    assert len(full[0].unique()) > 32, "a scale for each group"
+
+
+def test_scales_that_fit_no_declared_strategy_are_rejected(tmp_path):
+    of_the_library(tmp_path / "hf", LAYOUTS[0], "group 32", True)
+    config = tmp_path / "hf" / "config.json"
+    declared = json.loads(config.read_text())
+    config.write_text(config.read_text().replace('"group_size": 32', '"group_size": 64'))
+    with pytest.raises(CheckpointError, match=r"m\.weight: scales of shape \[\d+, 8\]"):
+        QuantizedCheckpoint(tmp_path / "hf").tensor("m.weight")
+    groups = declared["quantization_config"]["config_groups"]
+    groups["group_1"] = {**groups["group_0"], "weights": {**groups["group_0"]["weights"], "group_size": 64}}
+    config.write_text(json.dumps(declared))
+    with pytest.raises(CheckpointError, match="2 different weights"):
+        QuantizedCheckpoint(tmp_path / "hf")
+
+
 def test_channels_without_a_common_divisor_are_read_in_ranges_of_rows(quantized):
     for name in ("block", "channel", "tensor"):
         values = QuantizedCheckpoint(quantized[name])

@@ -51,6 +51,7 @@ class QuantizedCheckpoint:
         if method not in _METHODS:
             raise CheckpointError(f"{folder}: quant_method {method!r}, we read {', '.join(_METHODS)}")
         self._side = _block_side(folder, self._config)
+        self._group_size = _group_size(folder, self._config)
         self._stored = {
             _hub_name(name): name for name in self.reader.names if name.rpartition(".")[2] not in _ACCOMPANYING
         }
@@ -103,9 +104,21 @@ class QuantizedCheckpoint:
         if GLOBAL_SCALE in parts:
             return nvfp4.decode(codes, parts["weight_scale"], parts[GLOBAL_SCALE])
         scale = next((parts[name] for name in FP8_SCALES if name in parts), None)
-        if codes.dtype == torch.float8_e4m3fn and scale is not None and scale.is_floating_point():
-            return dequantize(codes, scale.float(), self._side)
+        is_plain = codes.dtype == torch.float8_e4m3fn and parts.keys().isdisjoint(("weight_zero_point", "weight_g_idx"))
+        if is_plain and scale is not None and scale.is_floating_point():
+            return self._plain_fp8(codes, scale.float(), hf_name)
         return decompress(self._config, parts)
+
+    def _plain_fp8(self, codes: torch.Tensor, scale: torch.Tensor, hf_name: str) -> torch.Tensor:
+        """Return code * scale where a scale belongs to a block, a row, all of the matrix, or neighbours in a row."""
+        num_rows, num_columns = codes.shape
+        blocks = (-(-num_rows // self._side), -(-num_columns // self._side))
+        if self._group_size and scale.shape == (num_rows, -(-num_columns // self._group_size)):
+            return codes.float() * scale.repeat_interleave(self._group_size, dim=1)[:, :num_columns]
+        if scale.numel() == 1 or tuple(scale.shape) in ((num_rows, 1), blocks):
+            return dequantize(codes, scale, self._side)
+        found = f"scales of shape {list(scale.shape)} for codes of shape {list(codes.shape)}"
+        raise CheckpointError(f"{self.reader.folder}: {hf_name}: {found}, expected one for each row or {list(blocks)}")
 
     def tensor(self, hf_name: str) -> torch.Tensor:
         """Return all of a weight: float32 where it is held as codes, else as it is."""
@@ -141,7 +154,7 @@ class QuantizedCheckpoint:
     def _has_blocks(self, hf_name: str) -> bool:
         """Tell whether a weight of more than one scale has one for each block, not for rows or parts of rows."""
         scale = next(self.reader.info(name) for name in self.parts(hf_name) if name.rpartition(".")[2] in FP8_SCALES)
-        return scale.dtype in ("F32", "BF16") and scale.shape != (self.shape(hf_name)[0], 1) and self._is_fp8(hf_name)
+        return scale.dtype in ("F32", "BF16") and scale.shape[0] != self.shape(hf_name)[0] and self._is_fp8(hf_name)
 
     def _is_fp8(self, hf_name: str) -> bool:
         return self.reader.dtype(self._stored[hf_name]).startswith("F8")
@@ -173,11 +186,25 @@ class QuantizedCheckpoint:
 def _block_side(folder: Path, config: Mapping[str, Any]) -> int:
     """Return the side of a block, which config.json declares."""
     groups = config.get("config_groups", {}).values()
-    declared = [config.get("weight_block_size"), *(group["weights"].get("block_structure") for group in groups)]
+    weights = [group.get("weights") or {} for group in groups]
+    declared = [config.get("weight_block_size"), *(one.get("block_structure") for one in weights)]
     sides = next((sides for sides in declared if sides), [BLOCK, BLOCK])
     if sides[0] != sides[1] or ROW_MULTIPLE % sides[0]:
         raise CheckpointError(f"{folder}: blocks of {sides}, we read square ones whose side divides {ROW_MULTIPLE}")
     return int(sides[0])
+
+
+def _group_size(folder: Path, config: Mapping[str, Any]) -> int:
+    """Return how many neighbours in a row share a scale, by compressed-tensors' declaration; 0 where none do.
+
+    Raises:
+        CheckpointError: Modules are quantised in several ways: which one a module has is not read.
+    """
+    groups = [(group.get("format"), group.get("weights")) for group in config.get("config_groups", {}).values()]
+    if any(group != groups[0] for group in groups):
+        raise CheckpointError(f"{folder}: config_groups with {len(groups)} different weights or formats, we read one")
+    weights = (groups[0][1] or {}) if groups else {}
+    return int(weights.get("group_size") or 0) if weights.get("strategy") == "group" else 0
 
 
 def _hub_name(stored: str) -> str:
