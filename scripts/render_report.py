@@ -52,6 +52,7 @@ def describe_report(arguments: argparse.Namespace) -> Receipt:
     shown = (arguments.report, arguments.summary, arguments.config)
     files = record_files(run_folder, (path.relative_to(run_folder).as_posix() for path in shown))
     made_from = {"export": arguments.export_receipt, "train": run_folder / "train" / "done.json"}
+    made_from |= {"export check": receipt_of(run_folder / "export_check.json")}
     made_from |= {f"evaluation {path.stem}": receipt_of(path) for path in (arguments.before, arguments.after)}
     for name, path in made_from.items():
         # Earlier versions wrote none for an evaluation.

@@ -5,12 +5,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.support.checkpoint_store import run_here
 from tests.support.killing import SCRIPTS, run_killed
 from tests.support.resolved_words import words_with
 from tests.support.small_checkpoint import ARCHITECTURE, make_small_checkpoint
+from tests.support.tiny_checkpoint import TINY_QWEN3, make_random_checkpoint, write_shards
 
 from posttrain.artifacts import Receipt, read_receipt, receipt_of, record_files, require_files, write_receipt
+from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
 from posttrain.config.schema import Patch
+from posttrain.errors import ConfigError
 
 
 @pytest.fixture
@@ -79,3 +83,45 @@ def test_a_source_that_lost_a_shard(source, tmp_path):
     assert done.returncode == 1
     assert "model-00003-of-00003.safetensors: missing" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.fixture
+def tied(tmp_path):
+    """A tied model whose file has another output matrix, in another shard than the embedding."""
+    folder = tmp_path / "tied"
+    tensors = make_random_checkpoint(folder, TINY_QWEN3)
+    write_shards(folder, tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, 3)
+    for path in make_small_checkpoint(tmp_path / "small").glob("*"):
+        if path.name.startswith(("tokenizer", "chat_template")):
+            (folder / path.name).write_bytes(path.read_bytes())
+    write_receipt(receipt_of(folder), Receipt("download_hf_checkpoint", record_files(folder), {}, {}))
+    return folder
+
+
+def _patch_tied(tied: Path, destination: Path, is_tied: bool, copies: str) -> list[object]:
+    arch = dataclasses.replace(TINY_QWEN3, tie_word_embeddings=is_tied)
+    words = words_with(arch, model={"patch": Patch("native", copies=copies)})
+    given = ["--source", tied, "--source-receipt", receipt_of(tied)]
+    return [*given, "--folder", destination, "--receipt", receipt_of(destination), *words]
+
+
+def test_a_tied_head_that_differs_is_rejected_before_anything_is_written(tied, tmp_path):
+    for is_tied in (True, False):
+        with pytest.raises(ConfigError, match=r"model\.patch\.copies=keep(.|\n)*model\.patch\.copies=drop"):
+            run_here("patch_hf_config", _patch_tied(tied, tmp_path / "patched", is_tied, "reject"))
+    assert not (tmp_path / "patched").exists()
+
+
+@pytest.mark.parametrize(("is_tied", "copies"), [(True, "drop"), (False, "keep")])
+def test_each_reading_is_what_transformers_makes_of_the_patched_copy(tied, tmp_path, is_tied, copies):
+    from transformers import AutoModelForCausalLM
+
+    run_here("patch_hf_config", _patch_tied(tied, tmp_path / "patched", is_tied, copies))
+    require_files(tmp_path / "patched", receipt_of(tmp_path / "patched"), content=True)
+    model, told = AutoModelForCausalLM.from_pretrained(tmp_path / "patched", output_loading_info=True)
+    assert not any(told.values())
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    assert (embedding is head) == is_tied
+    name = "model.embed_tokens.weight" if is_tied else "lm_head.weight"
+    assert head.equal(CheckpointReader(tied).tensor(name))
+    assert model.config.tie_word_embeddings == is_tied

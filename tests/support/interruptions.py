@@ -56,6 +56,7 @@ OUTPUTS = {
     "stage_to_node_local": ["tiny-*/node_local/*.json", "tiny-*/node_local.staged"],
     "export_hf": ["tiny-*/hf.parts/*.receipt.json"],
     "finalize_export_hf": ["tiny-*/hf.receipt.json"],
+    "check_export": ["tiny-*/export_check.json"],
     "evaluate": ["tiny-*/evaluation/*.json"],
     "render_report": ["tiny-*/summary.json", "tiny-*/report.html"],
 }

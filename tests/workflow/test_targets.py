@@ -79,6 +79,7 @@ RUN: dict[str, Callable[[Paths], Path]] = {
     "train_grpo": lambda paths: paths.train_done,
     "export_hf": lambda paths: part_receipt_of(paths.hf_export, 0),
     "finalize_export_hf": lambda paths: receipt_of(paths.hf_export),
+    "check_export": lambda paths: paths.export_check,
     "evaluate before": lambda paths: paths.evaluation("before"),
     "evaluate": lambda paths: paths.evaluation("after"),
     "render_report": lambda paths: paths.summary,
@@ -103,6 +104,7 @@ GOALS = {
     "approve_data": ("approve_data",),
     "train_grpo": ("train_grpo",),
     "finalize_export_hf": ("export_hf", "finalize_export_hf"),
+    "check_export": ("check_export",),
     "evaluate before": ("evaluate before",),
     "evaluate": ("evaluate",),
     "all": ("render_report",),
@@ -138,6 +140,7 @@ def run_at(request: pytest.FixtureRequest, undisturbed_alone: WorkflowFolder) ->
 def laid_aside(run: WorkflowFolder, at: int) -> Iterator[None]:
     """Take away what comes after a state; no copy, as Snakemake's records are of absolute paths."""
     later = ["summary.json", "report.html", "evaluation/after.json", "hf", "hf.parts", "hf.receipt.json"]
+    later += ["export_check.json", "export_check.json.receipt.json"]
     gone = {0: [*later, "evaluation", "train"], 1: [*later, "train/done.json"], 2: later, 3: []}[at]
     aside, kept, ranges = run.folder / "aside", run.run_folder, run.folder / "ranges.json"
     aside.mkdir()

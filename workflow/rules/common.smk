@@ -200,7 +200,7 @@ EVALUATIONS = literal(PATHS.run / "evaluation")
 SIZE = CFG.model.source.repo_id or CFG.model.name
 # What is made when no target is named.
 if CFG.export.checkpoint_folder:
-    RESULTS = [receipt_of(PATHS.hf_export)]
+    RESULTS = [receipt_of(PATHS.export_check)]
 else:
     RESULTS = [PATHS.run / "summary.json", PATHS.run / "report.html"]
 

@@ -18,6 +18,7 @@ rule ask_precision:
     """Asks engines of one precision what all precisions are compared by."""
     input:
         checkpoint=lambda wildcards: receipt_of(COMPARED[wildcards.precision]),
+        checked=lambda wildcards: until_made(SAID / f"{wildcards.precision}.json", EXPORT_CHECKED),
         original=lambda wildcards: [] if wildcards.precision == ORIGINAL else [SAID / f"{ORIGINAL}.json"],
         dataset=receipt_of(PATHS.dataset),
         suites=[receipt_of(folder) for folder in SUITE_FOLDERS.values()],

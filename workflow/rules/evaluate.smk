@@ -10,12 +10,19 @@ EVALUATED = {"before": PATHS.hf_patched, "after": PATHS.hf_export}
 if evaluates_fp8(CFG):
     EVALUATED = {"before": PATHS.rollout_fp8, "after": PATHS.export_fp8}
 IN_FP8 = ", in FP8" if evaluates_fp8(CFG) else ""
+EXPORT_CHECKED = receipt_of(PATHS.export_check)
+
+
+def checked_before(when, result):
+    """Return the check of the export, for which what measures the trained model waits."""
+    return until_made(result, EXPORT_CHECKED) if when == "after" else []
 
 
 rule evaluate:
     """Measures the model on held-out prompts, before or after training."""
     input:
         checkpoint=lambda wildcards: receipt_of(EVALUATED[wildcards.when]),
+        checked=lambda wildcards: checked_before(wildcards.when, PATHS.evaluation(wildcards.when)),
         dataset=receipt_of(PATHS.dataset),
         suites=[receipt_of(folder) for folder in SUITE_FOLDERS.values()],
         run=lambda wildcards: may_run(),
@@ -56,6 +63,7 @@ rule lm_eval:
     """Measures the model on suites of lm-eval, before or after training."""
     input:
         checkpoint=receipt_of(EVALUATED[LM_EVAL.when]),
+        checked=checked_before(LM_EVAL.when, PATHS.lm_eval(LM_EVAL.when)),
         run=lambda wildcards: may_run(),
     output:
         # The first to go; see `evaluate`.
@@ -89,6 +97,7 @@ rule benchmark_serving:
     """Answers: how fast the trained model is served."""
     input:
         checkpoint=receipt_of(EVALUATED["after"]),
+        checked=EXPORT_CHECKED,
         dataset=receipt_of(PATHS.dataset),
     log:
         PATHS.run_log("benchmark_serving"),

@@ -1,5 +1,6 @@
 # The trained weights as a Hub checkpoint, in independent parts: same names, shards and precision as the origin.
-
+from posttrain.launch.slurm_job import resources_of_export_check
+from posttrain.planner.sizing.export_check import export_check_way
 
 # Another trainer's checkpoint has no receipt; what identifies it is its own metadata.
 OTHER_TRAINED = CFG.export.checkpoint_folder
@@ -63,4 +64,35 @@ rule finalize_export_hf:
             "--source {params.origin:q} --source-receipt {input.origin:q}",
             "--part-receipts {input.parts:q} --folder {params.destination:q} --receipt {output:q}",
             where=IN_IMAGE,
+        )
+
+
+rule check_export:
+    """Loads what was exported with transformers, and compares it with what the trainer recorded."""
+    input:
+        export=receipt_of(PATHS.hf_export),
+    output:
+        # The first to go; see `evaluate`.
+        receipt=receipt_of(PATHS.export_check),
+        result=PATHS.export_check,
+    log:
+        PATHS.run_log("check_export"),
+    benchmark:
+        PATHS.run_log("check_export").with_suffix(".benchmark.tsv")
+    threads: 8
+    resources:
+        **resources_of_export_check(CFG),
+    params:
+        format_version=FORMAT_VERSIONS["check_export"],
+        export=PATHS.hf_export,
+        check=export_check_way(CFG),
+    message:
+        f"load the export with transformers ({{params.check}}) and compare it with the trainer{NEEDS.message('check_export')}"
+    shell:
+        runs(
+            "check_export",
+            FROM_CONFIG,
+            "--export {params.export:q} --export-receipt {input.export:q}",
+            "--check {params.check} --output {output.result:q}",
+            where=ON_ONE_NODE,
         )

@@ -7,6 +7,7 @@ rule render_report:
         config=PATHS.config,
         train=PATHS.train_done,
         export=receipt_of(PATHS.hf_export),
+        checked=receipt_of(PATHS.export_check),
         before=PATHS.evaluation("before"),
         after=PATHS.evaluation("after"),
     output:

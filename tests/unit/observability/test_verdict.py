@@ -201,3 +201,10 @@ def test_it_is_printed_and_kept(run: RunData, capsys: pytest.CaptureFixture[str]
             {"level": "good", "title": "b", "detail": "c", "remedy": ""},
         ],
     }
+
+
+def test_an_export_that_was_not_checked_is_told(run: RunData) -> None:
+    title = "The export was not checked"
+    assert title not in dict(map(reversed, levels(run)))
+    assert ("warning", title) in levels(dataclasses.replace(run, export_check={"check": "off"}))
+    assert title not in dict(map(reversed, levels(dataclasses.replace(run, export_check={"check": "layers"}))))

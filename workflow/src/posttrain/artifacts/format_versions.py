@@ -35,6 +35,7 @@ FORMAT_VERSIONS: Mapping[str, int] = {
     "train_grpo": 1,
     "export_hf": 3,
     "finalize_export_hf": 1,
+    "check_export": 1,
     "evaluate": 1,
     "ask_precision": 1,
     "lm_eval": 1,

@@ -300,6 +300,11 @@ class Paths:
         other = self.resolved.config.export.checkpoint_folder
         return self.run.parent / f"exported-{digest8(os.path.abspath(other))}" / "hf" if other else self.run / "hf"
 
+    @property
+    def export_check(self) -> Path:
+        """What transformers makes of the export; its receipt stands beside it."""
+        return self.hf_export.with_name("export_check.json")
+
     def evaluation(self, when: str) -> Path:
         """Return the result of an evaluation; `when` is "before" or "after"."""
         return self.run / "evaluation" / f"{when}.json"

@@ -68,3 +68,10 @@ class Export:
         "nothing is trained then",
         "",
     )
+    check: str = _doc(
+        "How an export is checked, before it is evaluated: transformers loads it in FP32 on one node and must give the "
+        "log-probabilities that the trainer recorded. auto: whole where the node's host memory holds it, else layers; "
+        "whole; layers: one decoder layer in memory at a time; off: not at all, which receipt and report say",
+        "auto",
+        choices=("auto", "whole", "layers", "off"),
+    )

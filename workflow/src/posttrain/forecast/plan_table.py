@@ -188,9 +188,10 @@ def _rules(plan: Mapping[str, Any]) -> Table:
         (
             rule["name"],
             *(str(rule[key]) for key in ("jobs", "nodes", "gpus")),
+            format_bytes(rule["memory_bytes"]) if rule["memory_bytes"] else "",
             format_seconds(plan["durations_seconds"].get(rule["name"])),
             rule["does"],
         )
         for rule in plan["rules"]
     )
-    return _table(("rule", ">jobs", ">nodes", ">GPUs", ">time", "does"), rows)
+    return _table(("rule", ">jobs", ">nodes", ">GPUs", ">memory", ">time", "does"), rows)

@@ -78,6 +78,14 @@ def resources_of_comparison(config: Config) -> dict[str, Any]:
     return _resources_of_nodes(config, "compare_precisions")
 
 
+def resources_of_export_check(config: Config) -> dict[str, Any]:
+    """Return what a job asks for that loads an export: memory of one node, and no GPU."""
+    needs = job_needs(config, "check_export")
+    if config.site.launcher != "slurm" or not needs.memory_bytes:
+        return needs.resources
+    return {**needs.resources, "mem_mb": -(-needs.memory_bytes // 10**6)}
+
+
 def resources_of_calibration(config: Config) -> dict[str, Any]:
     """Return what a job asks for that calibrates."""
     return _resources_of_nodes(config, "calibrate")

@@ -98,6 +98,7 @@ class RunData:
     missing: Sequence[str] = ()
     data_check: Mapping[str, Any] | None = None
     between: Sequence[tuple[int, Mapping[str, Mapping[str, Any]]]] = ()
+    export_check: Mapping[str, Any] | None = None
     lm_eval: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     coverage: Mapping[str, Any] | None = None
     read_unix: float = dataclasses.field(default_factory=time.time)
@@ -188,6 +189,7 @@ def _read(inputs: ReportInputs, resolved: Resolved, missing: Sequence[str] = ())
         between=_read_between(train / "evaluations"),
         # Runs of older versions have none.
         data_check=read_json(paths.data_check) if paths.data_check.exists() else None,
+        export_check=read_json(paths.export_check) if receipt_of(paths.export_check).exists() else None,
         lm_eval={when: read_json(path) for when, path in _lm_eval_results(paths).items()},
         coverage=read_json(paths.coverage) if receipt_of(paths.calibration).exists() else None,
     )

@@ -36,6 +36,7 @@ def summarize(run: RunData) -> dict[str, Any]:
         "seconds_by_rule": seconds_by_rule,
         **{f"{name}_per_second": rate for name, rate in rates.items()},
         "final_weights_sha256": run.final_weights_sha256,
+        "export_check": run.export_check,
         **cost_part(run.config, _gpu_jobs(run)),
     }
 

@@ -83,7 +83,7 @@ def judge_run(run: RunData) -> Verdict:
     if any(finding.level == "bad" for finding in rewards):
         # That there is no change to be seen follows from it.
         learning = [finding for finding in learning if finding.level == "bad"]
-    found = [*rewards, *_mismatch(run), *_left_out(run), *learning, *_regressions(run)]
+    found = [*rewards, *_mismatch(run), *_left_out(run), *_unchecked(run), *learning, *_regressions(run)]
     findings = sorted(found, key=lambda finding: [*LEVELS].index(finding.level))
     return Verdict(findings[0].title, findings)
 
@@ -104,6 +104,14 @@ def _learning(run: RunData) -> list[Finding]:
         return [Finding("bad", "The model got worse", detail, remedy)]
     remedy = "train longer, or measure with more data.num_heldout_prompts"
     return [Finding("warning", "No change that can be told from chance", detail, remedy)]
+
+
+def _unchecked(run: RunData) -> list[Finding]:
+    if run.export_check and run.export_check["check"] == "off":
+        detail = "export.check=off: transformers has not loaded it, and nothing was compared with the trainer"
+        remedy = "run `snakemake check_export` with export.check=auto"
+        return [Finding("warning", "The export was not checked", detail, remedy)]
+    return []
 
 
 def _regressions(run: RunData) -> list[Finding]:

@@ -15,10 +15,11 @@ from posttrain.config.schema import Config
 from posttrain.errors import Problem
 from posttrain.planner.rule_chain import RuleNode, rule_chain
 from posttrain.planner.sizing.evaluation import MOST_NODES, evaluation_nodes
+from posttrain.planner.sizing.export_check import export_check_bytes
 from posttrain.planner.sizing.precisions import compared_precisions, precision_config
 from posttrain.planner.sizing.storage import Storage, storage
 from posttrain.planner.timing.duration import Bandwidths, durations_seconds
-from posttrain.readable import DAY, HOUR, LONGEST_IN_HOURS, counted
+from posttrain.readable import DAY, HOUR, LONGEST_IN_HOURS, counted, format_bytes
 
 MINUTE = 60
 # From here on, hours say more than minutes; below ten of them, or of days, a decimal matters.
@@ -27,6 +28,8 @@ LONGEST_IN_MINUTES, LONGEST_WITH_DECIMAL = 100 * MINUTE, 10
 TRAINING, SERVING = ("train_grpo", "preflight"), ("evaluate", "lm_eval", "benchmark_serving", "ask_precision")
 # A node that computes in FP32, a layer at a time.
 COMPARING = "compare_precisions"
+# Host memory of one node alone.
+CHECKING = "check_export"
 # On the nodes of training that have ranks, without engines and spare nodes.
 CALIBRATING = "calibrate"
 
@@ -39,12 +42,14 @@ class JobNeeds:
         nodes: Nodes, spare ones included.
         gpus: All GPUs of those nodes; 0 where it uses none.
         time_limit: What it asks a scheduler for; empty: what the site gives a job without a wish of its own.
+        memory_bytes: Host memory that it takes; 0 where it is little, or another part of the plan says it.
         seconds: What it takes by the plan; None where the planner cannot tell, or was not asked (`RuleNeeds.of`).
     """
 
     nodes: int = 1
     gpus: int = 0
     time_limit: str = ""
+    memory_bytes: int = 0
     seconds: float | None = None
 
     @property
@@ -68,6 +73,8 @@ def job_needs(config: Config, rule: str) -> JobNeeds:
         return JobNeeds(nodes, nodes * per_node)
     if rule == COMPARING:
         return JobNeeds(1, per_node)
+    if rule == CHECKING:
+        return JobNeeds(memory_bytes=export_check_bytes(config))
     if rule == CALIBRATING:
         return JobNeeds(trainer_nodes(config), trainer_nodes(config) * per_node)
     if rule not in TRAINING:
@@ -163,10 +170,11 @@ class RuleNeeds:
             more: What else is to be said of it.
 
         Returns:
-            Nodes and GPUs of one job; no GPUs where it uses none, no time where the planner has none.
+            Nodes, GPUs and memory of one job; no GPUs where it uses none, no time where the planner has none.
         """
         needs = self.of(rule)
         words = [counted(needs.nodes, "node"), *([counted(needs.gpus, "GPU")] if needs.gpus else [])]
+        words += [f"{format_bytes(needs.memory_bytes)} of memory"] if needs.memory_bytes else []
         words += [] if needs.seconds is None else [about(needs.seconds)]
         words += more
         return f" ({', '.join(words)})"
@@ -185,6 +193,7 @@ class RuleNeeds:
             "jobs": node.num_jobs,
             "nodes": needs.nodes,
             "gpus": needs.gpus,
+            "memory_bytes": needs.memory_bytes,
             "seconds": needs.seconds,
             "command": shlex.join(command),
         }

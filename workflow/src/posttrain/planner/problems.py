@@ -25,6 +25,7 @@ from posttrain.planner.flags.bad_pairs import find_bad_pairs
 from posttrain.planner.flags.sparse_kernels import check_sparse_kernel
 from posttrain.planner.sizing.capacity import check_declared, check_typical
 from posttrain.planner.sizing.engine import engine_memory
+from posttrain.planner.sizing.export_check import check_export_memory
 from posttrain.planner.sizing.layout import propose_layouts
 from posttrain.planner.sizing.layout_choice import requests_that_fit
 from posttrain.planner.sizing.made_model import check_made
@@ -57,6 +58,7 @@ def find_problems(config: Config) -> list[Problem]:
     return [
         *(check_made(config.model.architecture) if config.model.source.kind == "made" else ()),
         *alone,
+        *check_export_memory(config),
         # What is too large by itself needs no second problem for the phases in which it meets the other.
         *(() if alone else _check_awake(config, phases)),
         *_check_all_awake(config),

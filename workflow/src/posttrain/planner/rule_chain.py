@@ -94,7 +94,7 @@ def _rules_of_a_run(config: Config) -> list[RuleNode]:
     prompts = ("download_dataset", "download_rows")
     checked = ("patch_hf_config", *prompts)
     came = ("finalize_quantized",) if evaluates_fp8(config) else ()
-    exported = ("finalize_quantized after", "finalize_export_hf", *prompts)
+    exported = ("finalize_quantized after", "check_export", "finalize_export_hf", *prompts)
     evaluated = ("evaluate before", "evaluate after")
     parts = config.convert.num_parts
     return [
@@ -104,6 +104,7 @@ def _rules_of_a_run(config: Config) -> list[RuleNode]:
         RuleNode("train_grpo", "rollout, update, weight sync", before),
         RuleNode("export_hf", "writes the trained model in Hub layout, in parts", ("train_grpo",), parts),
         RuleNode("finalize_export_hf", "joins and checks the parts", ("export_hf",)),
+        RuleNode("check_export", "transformers loads it, and says what the trainer said", ("finalize_export_hf",)),
         RuleNode("quantize after", "quantises to FP8 in parts", ("finalize_export_hf",), parts),
         RuleNode("finalize_quantized after", "joins and checks the parts", ("quantize after",)),
         RuleNode("evaluate after", "pass rate of the trained model", exported),

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 
 from posttrain.config.schema import Config
+from posttrain.planner.sizing.export_check import export_check_way
 from posttrain.planner.sizing.node_copy import NodeCopy, node_copy
 from posttrain.planner.sizing.storage import Storage
 from posttrain.planner.timing import step_time
@@ -29,7 +30,8 @@ class Bandwidths:
     Args:
         hub: From the Hub: a 10 Gbit/s line, well used.
         shared_storage: Shared storage as a whole, reads and writes together.
-        job: What one conversion or quantisation job gets through, reading, hashing and writing included.
+        job: What one conversion or quantisation gets through, reading, hashing and writing included; or the check of an
+            export.
         node_disk: Writing to one node's own disk, hashing included.
     """
 
@@ -61,6 +63,8 @@ def durations_seconds(
         "convert_hf_to_torch_dist": _side_by_side(needed.hf + needed.torch_dist, parts, turns, rates),
         "export_hf": _side_by_side(needed.trained_weights + needed.hf_export, parts, turns, rates),
     }
+    if export_check_way(config) != "off":
+        seconds["check_export"] = needed.hf_export / rates.job
     if config.stage.copy != "nothing":
         seconds["stage_to_node_local"] = stage_seconds(node_copy(config, config.stage.copy), rates)
     for name, size in {"quantize": needed.rollout_fp8, "quantize after": needed.export_fp8}.items():

@@ -1,0 +1,36 @@
+"""Load what was exported with transformers, and compare its log-probabilities with those that the trainer recorded."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from posttrain.artifacts import Receipt, receipt_of, record_files, require_files, write_json, write_receipt
+from posttrain.cli import RESOLVED, command_line, run
+from posttrain.evaluation.export_check import STEP, check_export, in_words
+
+
+def main() -> None:
+    """Check, write what was found, and say so in a receipt; a check that is switched off is recorded, too."""
+    started = time.time()
+    args = command_line(
+        __doc__,
+        resolved=RESOLVED,
+        export=(Path, "the exported checkpoint"),
+        export_receipt=(Path, "its receipt"),
+        check={"required": True, "choices": ("whole", "layers", "off"), "help": "how it is loaded; off: not at all"},
+        output=(Path, "what was found, as JSON; its receipt is written last"),
+    )
+    exported = require_files(args.export, args.export_receipt)
+    receipt_of(args.output).unlink(missing_ok=True)  # of an export before, which this one replaces
+    model = args.resolved.config.model
+    found = {"check": "off"} if args.check == "off" else check_export(args.export, model, args.check)
+    write_json(args.output, found | {"said": in_words(found)})
+    files = record_files(args.output.parent, [args.output.name])
+    receipt = Receipt(STEP, files, {"export": exported.digest}, {"check": args.check})
+    write_receipt(receipt_of(args.output), receipt, started)
+    print(f"{args.export}: {in_words(found)}")
+
+
+if __name__ == "__main__":
+    run(main)
