@@ -90,7 +90,7 @@ def is_costly(text: str) -> bool:
 
 def warm_up() -> None:
     """Import what reads expressions, and let it read some: the first ones take seconds."""
-    for text in (r"\frac{\sqrt{2}}{3}-x^2", r"2\pi+\sin x"):
+    for text in (r"\frac{\sqrt{2}}{3}-x^2", r"2\pi+\sin x", r"\begin{pmatrix}|x|&5!\\\binom{5}{2}&7\end{pmatrix}"):
         read_expression(text)
 
 

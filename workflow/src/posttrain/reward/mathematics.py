@@ -39,15 +39,16 @@ _STATED = re.compile(
 )
 _FILLERS = re.compile(
     r"(?:(?:then|thus|therefore|hence|so|clearly|simply|just|exactly|precisely|indeed|obviously|now|actually|finally|"
-    r"in fact|of course|only|also|always|definitely|certainly|equal to|given by|found to be|as follows|approximately|"
-    r"about|roughly|around|the (?:number|value|integer|fraction|set|interval)|:|,)[\s:,]+)+",
+    r"in fact|of course|only|also|always|definitely|certainly|surely|=>|equal to|given by|found to be|as follows|"
+    r"approximately|about|roughly|around|the (?:number|value|integer|fraction|set|interval|point)|:|,)[\s:,]+)+",
     re.IGNORECASE,
 )
 # Where a sentence goes on behind its answer.
 _REST = re.compile(
     r"[.!?](?=[\s\"'\u201d)]|$)"
     r"|,? +(?:because|since|as|which|where|so|hence|therefore|thus|but|though|although|meaning|given|due|i\.e\.|who|and"
-    r" (?:that|this|so|it|we|the|not|they|there|then|hence|thus|therefore|is|I))\b"
+    r" (?:that|this|so|it|we|the|not|they|there|then|hence|thus|therefore|is|I|nothing)|if (?:I|we))\b"
+    r"| +[:;]-?[)D]|[\u2600-\U0001faff]"
     r"|[,;] +(?!(?:and|or)\b|\\)(?:[A-Za-z]{2,}|I\b)|;? +[-\u2013\u2014]+ +(?=[A-Za-z]{2})| +\((?=[A-Za-z]{2,}[ )-])"
     r"|(?<=[\d$}%)]) +(?:for|in|of|on|at|from|by|when|after|among|under|altogether|total|left|remaining|long|wide)\b"
     r"(?: +[A-Za-z][^\d\\$]*)?$"
