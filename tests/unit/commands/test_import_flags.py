@@ -115,7 +115,7 @@ def test_the_experiment_is_the_scripts(imported: dict[str, tuple[Path, str]]) ->
     assert (config.algorithm.preset, config.algorithm.ratio_level) == ("gspo", "geometric")
     assert (config.algorithm.clip_ratio_low, config.algorithm.clip_ratio_high) == (3e-4, 4e-4)
     assert (config.algorithm.correction, config.algorithm.correction_high) == ("truncate", 3.0)
-    assert (config.optimizer.lr_schedule, config.optimizer.lr_warmup_steps) == ("cosine", 20)
+    assert (config.optimizer.lr_schedule, config.optimizer.lr_warmup_steps) == ("cosine", 10)
     assert config.optimizer.lr_floor == pytest.approx(0.1)
     assert "not taken over" not in told
     assert "0123456789abcdef" not in told + path.read_text()

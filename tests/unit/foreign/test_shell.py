@@ -134,6 +134,12 @@ def test_a_list_that_is_not_known_may_hold_every_flag_before_it(tmp_path: Path) 
     assert (script.flags["--wd"].values, script.flags["--wd"].why) == (("2",), "")
 
 
+def test_an_output_that_is_spelled_with_flags_is_no_value(tmp_path: Path) -> None:
+    script = read(tmp_path, 'python train.py --lr 1 --switch $(echo --wd "$(date)")')
+    assert script.unread
+    assert "may give it again" in script.flags["--lr"].why
+
+
 def test_two_calls_have_what_both_are_given(tmp_path: Path) -> None:
     script = read(tmp_path, "python train.py --lr 1 --wd 2\npython train.py --lr 3 --wd 2")
     assert script.flags["--wd"].why == ""

@@ -111,7 +111,7 @@ def flags_of(words: Iterable[Word], has_lists: bool = False) -> Script:
         name, equals, value = word.text.partition("=")
         if FLAG.fullmatch(name):
             found.append(Given(name, (value,) if equals else (), word.place, word.why))
-        elif word.is_list and (not has_lists or _LISTS.search(word.text) or not _is_value(found)):
+        elif word.is_list and (not has_lists or _is_several(word.text) or not _is_value(found)):
             unread.append(Given(word.text, (), word.place, word.why))
             if has_lists and UNSET not in word.why:
                 why = f"{word.text} in {word.place} may give it again: {word.why}"
@@ -122,6 +122,11 @@ def flags_of(words: Iterable[Word], has_lists: bool = False) -> Script:
             last = found[-1]
             found[-1] = replace(last, values=(*last.values, word.text), why=last.why or word.why)
     return Script({given.name: given for given in found}, tuple(unread))
+
+
+def _is_several(text: str) -> bool:
+    """Tell whether what stands behind a flag is spelled as a list of flags, and so is no value of it."""
+    return bool(_LISTS.search(text) or FLAG.search(text))
 
 
 def _is_value(found: Sequence[Given]) -> bool:
