@@ -107,13 +107,14 @@ def tokenizer_changes(config: Mapping[str, Any], tokenizer: bytes | None, has_te
 
 
 def _obeys(name: str, tokenizer: bytes) -> bool:
-    """Tell whether a class is known and takes a tokenizer.json as it is.
+    """Tell whether a class is known to take such a tokenizer.json as it is.
 
-    In transformers 5, LlamaTokenizer installs a pre-tokenizer of its own over the byte-level one of DeepSeek's file.
-    Version 5.23 falls back to the generic class by itself; engines may have another version.
+    In transformers 5, classes rebuild parts of the file: LlamaTokenizer installs a pre-tokenizer of its own over the
+    byte-level one of DeepSeek's. Version 5.23 falls back to the generic class in that case; engines may have another.
     """
-    is_rebuilt = name.startswith("LlamaTokenizer") and b'"ByteLevel"' in tokenizer
-    return tokenizer_class_from_name(name) is not None and not is_rebuilt
+    found = tokenizer_class_from_name(name)
+    is_byte_level = b'"ByteLevel"' in tokenizer and b'"BPE"' in tokenizer
+    return found is tokenizer_class_from_name(GENERIC_CLASS) or (name.startswith("Qwen2Tokenizer") and is_byte_level)
 
 
 def read_config(folder: Path, files: Mapping[str, bytes]) -> dict[str, Any]:
