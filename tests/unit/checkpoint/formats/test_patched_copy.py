@@ -253,8 +253,9 @@ def test_a_class_that_ignores_its_file_is_replaced(tmp_path):
 def test_a_chat_template_by_key(tmp_path):
     _random_source(tmp_path / "hf", TINY_MOONLIGHT)
     write_object(tmp_path / "hf" / "tokenizer_config.json", tokenizer_config())
-    found = _patch(tmp_path / "hf", tmp_path / "patched", TINY_MOONLIGHT)
-    assert "model.chat_template" in found["chat template"].remedy
+    assert _patch(tmp_path / "hf", tmp_path / "patched", TINY_MOONLIGHT) == {}
+    with pytest.raises(CheckpointError, match=r"no chat template.*\n.*set model.chat_template"):
+        ChatTokenizer(tmp_path / "patched")
     (tmp_path / "own.jinja").write_text("ab{{ messages[0].content }}")
     assert _patch(tmp_path / "hf", tmp_path / "again", TINY_MOONLIGHT, chat_template=str(tmp_path / "own.jinja")) == {}
     assert ChatTokenizer(tmp_path / "again").render([{"role": "user", "content": "c"}]) == (0, 1, 2)

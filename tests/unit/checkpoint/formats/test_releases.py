@@ -28,6 +28,7 @@ from posttrain.config.load import read_yaml
 from posttrain.config.schema import Architecture, Model, Patch, RopeScaling
 from posttrain.data.chat import ChatTokenizer
 from posttrain.data.tokenizer_check import check_tokenizer
+from posttrain.errors import CheckpointError
 
 # Macros, namespaces, loops, tests, tools, reasoning: what the templates of these families use.
 TEMPLATE = (
@@ -127,7 +128,9 @@ def test_every_model_that_is_not_made_is_here() -> None:
 def test_a_release_starts(tmp_path, name: str) -> None:
     arch, keys = _release(tmp_path / "hf", name), {}
     if RELEASES[name][1] == NONE:
-        assert _start(tmp_path / "hf", tmp_path / "without", arch) == ["chat template"]
+        assert _start(tmp_path / "hf", tmp_path / "without", arch) == []
+        with pytest.raises(CheckpointError, match=r"set model.chat_template"):
+            ChatTokenizer(tmp_path / "without")
         (tmp_path / "own.jinja").write_text(TEMPLATE)
         keys = {"chat_template": str(tmp_path / "own.jinja")}
     assert _start(tmp_path / "hf", tmp_path / "patched", arch, **keys) == []

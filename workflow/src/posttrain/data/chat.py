@@ -59,7 +59,8 @@ class ChatTokenizer:
         tokenizer = load_tokenizer(folder)
         if not tokenizer.chat_template:
             raise CheckpointError(
-                f"{folder}: no chat template; expected chat_template.jinja or one in tokenizer_config.json"
+                f"{folder}: no chat template; expected chat_template.jinja or one in tokenizer_config.json\n"
+                "  remedy: set model.chat_template to a file with the Jinja template that the model was trained with"
             )
         self.tokenizer = tokenizer
         self._folder = folder

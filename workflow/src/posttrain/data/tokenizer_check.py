@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from posttrain.config.model_files import CHAT_TEMPLATE, TOKENIZER, TOKENIZER_CONFIG
+from posttrain.config.model_files import TOKENIZER, TOKENIZER_CONFIG
 from posttrain.data.chat import load_tokenizer
 from posttrain.errors import Problem
 
@@ -17,7 +17,9 @@ _REMEDY = f"set model.tokenizer to a folder with a {TOKENIZER} of this vocabular
 
 
 def check_tokenizer(folder: Path, vocab_size: int) -> Iterator[Problem]:
-    """Yield why a tokenizer does not load, or is not the one that its files describe, or cannot chat.
+    """Yield why a tokenizer does not load or is not the one that its files describe.
+
+    A chat template may be missing: only what renders prompts needs one, and says so.
 
     Args:
         folder: A checkpoint in Hub layout.
@@ -42,11 +44,6 @@ def check_tokenizer(folder: Path, vocab_size: int) -> Iterator[Problem]:
     largest = max(tokenizer.get_vocab().values(), default=0)
     if largest >= vocab_size:
         yield Problem("tokenizer", f"token id {largest}", f"ids below {vocab_size} (vocab_size)", _REMEDY)
-    if not tokenizer.chat_template:
-        remedy = (
-            "set model.chat_template to a file with a Jinja template that writes conversations as the model knows them"
-        )
-        yield Problem("chat template", "none", f"{CHAT_TEMPLATE}, or one in {TOKENIZER_CONFIG}", remedy)
 
 
 def _plain(tokenizer: Tokenizer, text: str) -> list[int]:
