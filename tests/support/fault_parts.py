@@ -37,6 +37,7 @@ PARTS = {
     "imports": "300 generated launch scripts and every case, held against bash itself",
     "configs": "every key of every family's config.json changed; what changes transformers' outputs is rejected",
     "graders": "10,000 hostile responses and a bystander",
+    "statistics": "error rates and power of the intervals of changes, over 64 to 512 prompts x 1 to 16 samples",
     "slow": "whole runs that take too long for every change",
     "mutants": "edits of the modules that decide, which the unit tests have to notice",
 }

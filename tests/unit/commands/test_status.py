@@ -1,3 +1,4 @@
+import json
 import os
 import subprocess
 import sys
@@ -44,3 +45,21 @@ def test_a_row_that_is_being_written_does_not_count_yet(tmp_path):
     code, shown, _ = status(tmp_path)
     assert code == 0
     assert "6 of 40" in shown
+
+
+def test_a_run_whose_model_is_being_made_has_not_stopped(tmp_path):
+    begin_run(tmp_path, "making")
+    begin_run(tmp_path, "other")
+    script, resolved = tmp_path / "make_tiny_model.py", tmp_path / "resolved.json"
+    script.write_text("input()")
+    resolved.write_text(json.dumps({"run": "making", "config": {"site": {"results": str(tmp_path)}}}))
+    command = [sys.executable, script.name, "--resolved", resolved.name]
+    with subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.PIPE) as step:
+        making, other = (
+            next(row for row in status(tmp_path)[1].splitlines() if name in row) for name in ("making", "other")
+        )
+        step.communicate(b"\n")
+    assert "running" in making
+    assert f"make_tiny_model, process {step.pid}" in making
+    assert "stopped" in other
+    assert "running" not in status(tmp_path)[1], "it has ended"

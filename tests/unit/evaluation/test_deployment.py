@@ -57,6 +57,22 @@ def test_losses_are_counted_prompt_by_prompt():
         lost_points(before, {"heldout": after["heldout"]})
 
 
+def test_one_sample_per_prompt_is_tangos_interval():
+    """Of 20 prompts eight are lost and three won."""
+    before = {"heldout": graded(*[(1,)] * 8, *[(0,)] * 3, *[(1,)] * 9)}
+    after = {"heldout": graded(*[(0,)] * 8, *[(1,)] * 3, *[(1,)] * 9)}
+    assert lost_points(before, after) == pytest.approx((25.0, 52.5), abs=0.05)
+
+
+def test_a_precision_that_loses_nothing_is_seen_as_such():
+    """512 prompts x 4 samples of which every tenth differs, as often won as lost: less than a point at most."""
+    before = [((1, 1, 1, 1) if prompt % 20 else (1, 1, 1, 0)) for prompt in range(512)]
+    after = [((1, 1, 1, 1) if prompt % 20 != 7 else (1, 0, 1, 1)) for prompt in range(512)]
+    loss, at_most = lost_points({"heldout": graded(*before)}, {"heldout": graded(*after)})
+    assert abs(loss) < 0.1
+    assert 0.5 < at_most < 1
+
+
 def test_no_difference_among_few_is_no_proof():
     same = {"heldout": graded(*[(1,)] * 100)}
     assert lost_points(same, same) == (0.0, pytest.approx(3.7, abs=0.01))

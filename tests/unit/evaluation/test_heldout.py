@@ -42,8 +42,17 @@ def test_rates_by_hand():
     assert (result["pass_rate"], result["pass_at_k"]) == (0.25, 0.5)
     assert (result["num_prompts"], result["num_samples"], result["num_responses"]) == (2, 2, 4)
     assert result["reward_mean"] == pytest.approx(0.375)
+    assert result["by_prompt"] == [[0, 0.5, 0.5], [1, 0.0, 0.25]]
+    assert result["has_partial_credit"]
     assert (result["response_tokens_mean"], result["response_tokens_median"]) == (5.25, 4)
     assert (result["response_tokens_max"], result["truncated_fraction"]) == (9, 0.25)
+
+
+def test_an_ungraded_response_is_no_partial_credit():
+    result = summarize([response(3, 0, 1.0), response(3, 1, None), response(1, 0, None), response(1, 1, None)])
+    assert result["by_prompt"] == [[3, 0.5, 1.0], [1, 0.0, None]]
+    assert (result["pass_rate"], result["reward_mean"], result["num_ungraded"]) == (0.25, 1.0, 3)
+    assert not result["has_partial_credit"]
 
 
 def test_pass_at_k_is_the_mean_over_all_choices_of_k_samples():

@@ -99,7 +99,7 @@ def test_the_page_shows_what_an_engineer_looks_for(run, html):
     assert "evaluation after evaluate 1 " in " ".join(text.split()), "a result is one file"
     # Learning rate and first update's ratio, which never change, are a line of text.
     assert Page(html).charts == 16
-    assert "The same in every step First update's ratio: 0" in " ".join(text.split())
+    assert "The same in every step First update's ratio, deviation from 1: 0" in " ".join(text.split())
 
 
 def test_every_sampled_prompt_stands_beside_its_responses(run, html):

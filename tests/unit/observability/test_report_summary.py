@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import pytest
@@ -9,6 +10,10 @@ from posttrain.observability.report_summary import busy_seconds, print_summary, 
 STABLE_KEYS = {
     "pass_rate_before",
     "pass_rate_after",
+    "reward_mean_before",
+    "reward_mean_after",
+    "scores_before",
+    "scores_after",
     "num_steps",
     "mismatch_abs_diff_mean",
     "mismatch_quantised_abs_diff_mean",
@@ -67,3 +72,13 @@ def test_what_was_not_measured_is_null(tmp_path):
     summary = summarize(read_run(made.inputs))
     assert summary["mismatch_abs_diff_mean"] is None
     assert summary["tokens_per_second"] is None
+
+
+def test_partial_credit_stands_on_the_terminal(tmp_path, capsys):
+    run = read_run(make_run(tmp_path, num_steps=10).inputs)
+    graded = {"reward_mean": 0.331, "has_partial_credit": True, "scores": {"digits": 0.25}}
+    summary = summarize(dataclasses.replace(run, before=run.before | graded, after=run.after | graded))
+    print_summary(summary)
+    rows = [[cell.strip() for cell in line.split("│")] for line in capsys.readouterr().out.splitlines()]
+    assert ["mean reward before", "0.331"] in rows
+    assert ["digits after", "0.250"] in rows

@@ -9,7 +9,9 @@ import pytest
 from tests.support.synthetic_run import make_run
 
 from posttrain.observability.intervals import rate_change, wilson
+from posttrain.observability.report import render_report
 from posttrain.observability.report_data import RunData, read_run
+from posttrain.observability.report_summary import summarize
 from posttrain.observability.verdict import Finding, Verdict, judge_run
 
 
@@ -66,9 +68,9 @@ def test_wilsons_interval() -> None:
     [
         (0.264, 0.931, "good", "The model got better"),
         (0.931, 0.264, "bad", "The model got worse"),
-        (0.50, 0.53, "warning", "No change that can be told from chance"),
-        (0.53, 0.50, "warning", "No change that can be told from chance"),
-        (0.0, 0.0, "warning", "No change that can be told from chance"),
+        (0.50, 0.53, "warning", "No statistically significant change"),
+        (0.53, 0.50, "warning", "No statistically significant change"),
+        (0.0, 0.0, "warning", "No statistically significant change"),
     ],
 )
 def test_learning_is_told_from_chance(run: RunData, before: float, after: float, level: str, title: str) -> None:
@@ -78,6 +80,66 @@ def test_learning_is_told_from_chance(run: RunData, before: float, after: float,
     (finding,) = verdict.findings
     assert f"{100 * before:.1f} % → {100 * after:.1f} % on 512 held-out prompts" in finding.detail
     assert bool(finding.remedy) == (level != "good")
+
+
+def evaluated(rows: list[tuple[float, float]], **others: Any) -> dict[str, Any]:
+    """Return a result of four samples per prompt, of which each has a pass rate and a mean reward."""
+    rates, rewards = zip(*rows, strict=True)
+    return {
+        "pass_rate": sum(rates) / len(rows),
+        "reward_mean": sum(rewards) / len(rows),
+        "num_prompts": len(rows),
+        "num_samples": 4,
+        "has_partial_credit": rates != rewards,
+        "by_prompt": [[prompt, *row] for prompt, row in enumerate(rows)],
+        "examples": [],
+        **others,
+    }
+
+
+def test_partial_credit_is_judged_by_the_mean_reward(run: RunData) -> None:
+    """Half of the digits right instead of a third, while hardly any response is right as a whole."""
+    low = [(0.0, 0.28 + 0.01 * (prompt % 11)) for prompt in range(128)]
+    high = [(0.25 if prompt == 5 else 0.0, 0.70 + 0.01 * (prompt % 11)) for prompt in range(128)]
+    better = dataclasses.replace(
+        run,
+        before=evaluated(low, scores={"digits": 0.3, "format-1": -0.5}),
+        after=evaluated(high, scores={"digits": 0.75, "format-1": 0.5}),
+    )
+    verdict = judge_run(better)
+    assert (verdict.level, verdict.headline) == ("good", "The model got better")
+    assert verdict.findings[0].detail == (
+        "mean reward 0.329 → 0.749 on 128 held-out prompts: +0.420, with 95 % confidence +0.396 to +0.420; "
+        "pass rate 0.0 % → 0.2 %: +0.2 points, with 95 % confidence −0.5 to +1.1; "
+        "digits 0.300 → 0.750; format-1 −0.500 → 0.500"
+    )
+    worse = dataclasses.replace(run, before=better.after, after=better.before)
+    assert (judge_run(worse).level, judge_run(worse).headline) == ("bad", "The model got worse")
+    summary = summarize(better)
+    assert (summary["reward_mean_before"], summary["scores_after"]) == (
+        pytest.approx(0.3289, abs=1e-4),
+        {"digits": 0.75, "format-1": 0.5},
+    )
+    page = render_report(better, summary, verdict)
+    assert "mean reward before: <b>0.329</b>; of digits 0.300, format-1 -0.500" in page
+    assert "held-out mean rewards" in page
+
+
+def test_a_reward_that_rises_while_fewer_responses_pass_is_a_warning(run: RunData) -> None:
+    before = evaluated([(1.0, 0.5)] * 64)
+    hacked = dataclasses.replace(run, before=before, after=evaluated([(0.5, 0.9)] * 64))
+    assert levels(hacked) == [("warning", "Fewer responses pass"), ("good", "The model got better")]
+    same = dataclasses.replace(run, before=before, after=evaluated([(0.5, 0.5)] * 64))
+    assert levels(same) == [("warning", "No statistically significant change"), ("warning", "Fewer responses pass")]
+
+
+def test_rewards_of_0_and_1_are_told_once(run: RunData) -> None:
+    rows = [(0.25, 0.25), (0.75, 0.75)] * 32
+    once = dataclasses.replace(run, before=evaluated(rows), after=evaluated([(1.0, 1.0)] * 64))
+    assert "reward" not in judge_run(once).findings[0].detail
+    summary = summarize(once)
+    assert summary["reward_mean_after"] is None
+    assert "mean reward after" not in render_report(once, summary, judge_run(once))
 
 
 def test_the_change_is_told_with_its_ends(run: RunData) -> None:

@@ -44,7 +44,7 @@ def show_runs(found: list[RunStatus], results: Path) -> None:
     table = Table("run", "state", show_edge=False, header_style="bold")
     for name in ("step", "tokens/s", "reward", "checkpoint", "attempts"):
         table.add_column(name, justify="right")
-    table.add_column("who trains, or how the last attempt ended")
+    table.add_column("who works on it, or how the last attempt ended")
     for status in found:
         table.add_row(
             f"{status.run}\n  fork of {status.fork}" if status.fork else status.run,
@@ -68,6 +68,8 @@ def describe_checkpoint(status: RunStatus) -> str:
 
 def describe_holder(status: RunStatus) -> str:
     """Say who holds the run, or how the last attempt ended."""
+    if status.running:
+        return "; ".join(status.running)
     if status.holder is None:
         return status.last_end.partition("\n")[0]
     return f"{status.holder}, alive {format_seconds(status.heartbeat_age_seconds)} ago"

@@ -3,7 +3,7 @@
     cost = memory of its engine (GiB) x seconds / tokens
 
 the least of those whose loss of score and whose divergence from the original are within bounds. The original is one of
-them. A loss is counted prompt by prompt, since both have answered the same ones (`intervals.paired_loss`).
+them. A loss is counted prompt by prompt, since both have answered the same ones (`intervals.paired_change`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from posttrain.config.deployment import Deployment
 from posttrain.evaluation.divergence import Divergence
-from posttrain.observability.intervals import paired_loss
+from posttrain.observability.intervals import paired_change
 from posttrain.readable import HOUR
 
 # By exam, the prompt's id of each response, and whether it passes.
@@ -80,10 +80,8 @@ def lost_points(original: Graded, other: Graded) -> tuple[float, float]:
     before, after = _rates(original), _rates(other)
     if before.keys() != after.keys():
         raise ValueError(f"{len(before)} and {len(after)} prompts: not the same ones")
-    changes = [before[prompt] - after[prompt] for prompt in before]
-    lost = sum(change for change in changes if change > 0)
-    won = -sum(change for change in changes if change < 0)
-    loss, at_most = paired_loss(lost, won, len(changes))
+    step = len(before) / sum(map(len, original.values()))
+    loss, _, at_most = paired_change([before[prompt] - after[prompt] for prompt in before], step)
     return 100 * loss, 100 * at_most
 
 

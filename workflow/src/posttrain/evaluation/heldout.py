@@ -209,40 +209,47 @@ def summarize(responses: Sequence[GradedResponse]) -> dict[str, Any]:
 
     Returns:
         pass_rate, pass_at_k, pass_at (see there), num_prompts, num_samples (per prompt, k), num_responses, num_ungraded
-        (responses without a reward), reward_mean of the others, lengths in tokens, truncated_fraction; where there are
-        several, the pass rate of each source (pass_rate_by_source) and the mean of each grader (scores); and the first
-        sample of the first prompts as examples.
+        (responses without a reward), reward_mean of the others, has_partial_credit (a reward is not 0 or 1 as the
+        response passes), lengths in tokens, truncated_fraction; where there are several, the pass rate of each source
+        (pass_rate_by_source) and the mean of each grader (scores); by_prompt (id, pass rate and mean reward, None
+        without a graded response); and the first sample of the first prompts as examples.
 
     Example:
         Two prompts with rewards (1, 0) and (0, 0): pass_rate 0.25, pass_at_k 0.5.
     """
     passed = [response.passes for response in responses]
-    solved = {response.prompt.prompt_id for response, ok in zip(responses, passed, strict=True) if ok}
-    prompt_ids = {response.prompt.prompt_id for response in responses}
     lengths = sorted(response.num_tokens for response in responses)
-    rewards = [response.scored.reward for response in responses if response.scored.reward is not None]
+    rewards = _rewards(responses)
     by_source: dict[str, list[bool]] = {}
     by_grader: dict[str, list[float]] = {}
     for response, ok in zip(responses, passed, strict=True):
         by_source.setdefault(response.prompt.source, []).append(ok)
         for name, score in response.scored.scores.items():
             by_grader.setdefault(name, []).extend([] if score is None else [score])
+    by_prompt: dict[int, list[GradedResponse]] = {}
+    for response in responses:
+        by_prompt.setdefault(response.prompt.prompt_id, []).append(response)
     firsts = [response for response in responses if response.sample_index == 0][:NUM_EXAMPLES]
     return {
         "pass_rate": sum(passed) / len(passed),
-        "pass_at_k": len(solved) / len(prompt_ids),
-        "pass_at": pass_at(passed, len(responses) // len(prompt_ids)),
-        "num_prompts": len(prompt_ids),
-        "num_samples": len(responses) // len(prompt_ids),
+        "pass_at_k": sum(any(one.passes for one in samples) for samples in by_prompt.values()) / len(by_prompt),
+        "pass_at": pass_at(passed, len(responses) // len(by_prompt)),
+        "num_prompts": len(by_prompt),
+        "num_samples": len(responses) // len(by_prompt),
         "num_responses": len(responses),
         "num_ungraded": len(responses) - len(rewards),
-        "reward_mean": sum(rewards) / len(rewards) if rewards else None,
+        "reward_mean": _mean(rewards),
+        "has_partial_credit": any(one.scored.reward not in (None, float(one.passes)) for one in responses),
         **({"pass_rate_by_source": _means(by_source)} if len(by_source) > 1 else {}),
         **({"scores": _means(by_grader)} if len(by_grader) > 1 else {}),
         "response_tokens_mean": sum(lengths) / len(lengths),
         "response_tokens_median": lengths[len(lengths) // 2],
         "response_tokens_max": lengths[-1],
         "truncated_fraction": sum(response.is_truncated for response in responses) / len(responses),
+        "by_prompt": [
+            [prompt_id, _mean([float(one.passes) for one in samples]), _mean(_rewards(samples))]
+            for prompt_id, samples in by_prompt.items()
+        ],
         "examples": [_example(response) for response in firsts],
     }
 
@@ -329,6 +336,14 @@ async def grade_responses(
         GradedResponse(prompt, place % count, answer.text, answer.num_tokens, answer.is_truncated, scored[place])
         for place, (prompt, answer) in enumerate(zip(asked, answers, strict=True))
     ]
+
+
+def _rewards(responses: Sequence[GradedResponse]) -> list[float]:
+    return [response.scored.reward for response in responses if response.scored.reward is not None]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
 def _means(values: Mapping[str, Sequence[float]]) -> dict[str, float]:

@@ -1,7 +1,8 @@
 """Where a run stands, read from its folder; nothing is written, so a run that is alive does not notice.
 
-A run that trains is one whose lease is held by somebody alive. The rest is what training leaves on disk anyway:
-metrics, committed checkpoints, the log of attempts.
+A run trains while somebody alive holds its lease. The steps before and after are found among the processes of this
+machine; those on other nodes are jobs of a queue. The rest is what training leaves on disk anyway: metrics, committed
+checkpoints, the log of attempts.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.artifacts import Paths
+import psutil
+
+from posttrain.artifacts import Paths, read_json
 from posttrain.artifacts.lease import Holder, heartbeat_age_seconds, living_holder
 from posttrain.config.load import read_yaml
 from posttrain.launch.slurm_query import job_is_alive
@@ -31,7 +34,8 @@ class RunStatus:
 
     Args:
         run: Its name.
-        state: "finished" (with its report), "trained", "training", or "stopped" (the same command goes on).
+        state: "training", "running" (another step), "finished" (with its report), "trained", or "stopped" (the same
+            command resumes it).
         step: Steps with metrics.
         num_steps: Steps in all.
         tokens_per_second: Trained tokens per second over the last steps; None before the first.
@@ -43,6 +47,7 @@ class RunStatus:
         fork: The run and step that it was forked from; "" where it began with the model.
         holder: Who holds the run's lease; None where nobody alive does.
         heartbeat_age_seconds: Since the holder's last sign of life.
+        running: Steps other than training that run for it on this machine, each with its process.
     """
 
     run: str
@@ -58,6 +63,7 @@ class RunStatus:
     fork: str
     holder: Holder | None
     heartbeat_age_seconds: float | None
+    running: Sequence[str]
 
 
 def read_status(paths: Paths) -> RunStatus:
@@ -70,9 +76,10 @@ def read_status(paths: Paths) -> RunStatus:
     checkpoints = committed_checkpoints(paths.checkpoints)
     newest, folder = checkpoints[-1] if checkpoints else (0, None)
     holder = living_holder(paths.lease, job_is_alive=job_is_alive)
+    running = [] if holder else running_steps(paths)
     return RunStatus(
         run=paths.run.name,
-        state=_state(paths, holder),
+        state=_state(paths, holder, running),
         step=int(rows[-1]["step"]) if rows else 0,
         num_steps=read_yaml(paths.experiment)["training"]["num_steps"],
         tokens_per_second=_speed(rows[-LAST_STEPS:]),
@@ -84,7 +91,25 @@ def read_status(paths: Paths) -> RunStatus:
         fork=_fork_of(paths),
         holder=holder,
         heartbeat_age_seconds=heartbeat_age_seconds(paths.lease, holder) if holder else None,
+        running=running,
     )
+
+
+def running_steps(paths: Paths) -> list[str]:
+    """Return the steps that run for a run on this machine: "evaluate, process 4711"."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            words, folder = process.cmdline(), Path(process.cwd())
+            script = next((Path(word).stem for word in words if word.endswith(".py")), "")
+            if not script or "--resolved" not in words[:-1]:
+                continue
+            resolved = read_json(folder / words[words.index("--resolved") + 1])
+        except (psutil.Error, OSError, ValueError):
+            continue  # it has ended, or is somebody else's
+        if (folder / resolved["config"]["site"]["results"] / resolved["run"]).resolve() == paths.run.resolve():
+            found.append(f"{script}, process {process.pid}")
+    return found
 
 
 def read_attempts(paths: Paths) -> list[dict[str, Any]]:
@@ -100,9 +125,9 @@ def find_runs(results: Path) -> list[str]:
     return [path.parent.name for path in sorted(begun, key=lambda path: path.stat().st_mtime)]
 
 
-def _state(paths: Paths, holder: Holder | None) -> str:
-    if holder is not None:
-        return "training"
+def _state(paths: Paths, holder: Holder | None, running: Sequence[str]) -> str:
+    if holder or running:
+        return "training" if holder else "running"
     if paths.summary.exists():
         return "finished"
     return "trained" if paths.train_done.exists() else "stopped"

@@ -18,6 +18,7 @@ from posttrain.observability.coverage_map import coverage_map
 from posttrain.observability.report_dag import RuleState, draw_chain
 from posttrain.observability.report_data import RunData, flat_config
 from posttrain.observability.report_page import render_page
+from posttrain.observability.report_summary import rewards_in_words
 from posttrain.observability.suite_results import suite_rows
 from posttrain.observability.verdict import Verdict
 from posttrain.planner.rule_chain import RuleNode, rule_chain
@@ -67,6 +68,7 @@ def render_report(run: RunData, summary: Mapping[str, Any], verdict: Verdict) ->
         run=run,
         summary=summary,
         verdict=verdict,
+        rewards={when: found for when in ("before", "after") if (found := rewards_in_words(summary, when))},
         num_wanted=run.config.training.num_steps,
         written=f"{datetime.fromtimestamp(run.read_unix, UTC):%Y-%m-%d %H:%M:%S} UTC",
         chain=draw_chain(rules, rule_states(run, rules)),

@@ -108,6 +108,11 @@ class RunData:
         """Finished steps of training, each with its row."""
         return len(self.rows)
 
+    @property
+    def has_partial_credit(self) -> bool:
+        """Whether held-out rewards say more than the pass rate."""
+        return any(result is not None and result.get("has_partial_credit") for result in (self.before, self.after))
+
     def column(self, name: str) -> tuple[list[float], list[float]]:
         """Return (steps, values) of one metric, for the steps that have it."""
         rows = [row for row in self.rows if name in row]

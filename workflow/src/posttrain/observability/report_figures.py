@@ -38,13 +38,13 @@ class Line:
 
 def learning_charts(run: RunData) -> list[Chart]:
     """Reward, pass rate, and what the groups teach."""
-    no_lesson = Line("rollout/reward_std_zero_fraction", "all rewards equal", 6, smooth=True)
+    identical = Line("rollout/reward_std_zero_fraction", "all rewards equal", 6, smooth=True)
     return _present(
         _reward_chart(run),
         _family_chart(run, "Pass rate by source", "share", "source/", "/pass_rate"),
         _family_chart(run, "Suites", "share", "evaluation/", "/pass_rate"),
         _family_chart(run, "Scores", "mean score", "reward/"),
-        _chart(run, "Groups without a lesson", "share of groups", [no_lesson], low=0.0, high=1.0),
+        _chart(run, "Groups with identical rewards", "share of groups", [identical], low=0.0, high=1.0),
     )
 
 
@@ -80,7 +80,7 @@ def optimization_charts(run: RunData) -> list[Chart]:
         _chart(run, "Clip fraction", "share", [clipped], low=0.0),
         _chart(run, "Policy drift within a step", "nats", [drift]),
         _chart(run, "Importance ratio", "ratio", [ratio], references=[(1.0, "on policy")]),
-        _chart(run, "First update's ratio", "|ratio - 1|", [first], low=0.0),
+        _chart(run, "First update's ratio, deviation from 1", "|ratio - 1|", [first], low=0.0),
         _chart(run, "Learning rate", "lr", rate, low=0.0),
     )
 
@@ -130,14 +130,16 @@ def missing_metrics(run: RunData) -> list[str]:
 
 
 def _reward_chart(run: RunData) -> Chart | None:
+    key, name = ("reward_mean", "mean reward") if run.has_partial_credit else ("pass_rate", "pass rate")
+    show = format_number if run.has_partial_credit else format_percent
     evaluated = [
-        (result["pass_rate"], f"{when} {format_percent(result['pass_rate'])}")
+        (result[key], f"{when} {show(result[key])}")
         for when, result in (("before", run.before), ("after", run.after))
-        if result is not None
+        if result is not None and result.get(key) is not None
     ]
     reward = run.values("rollout/reward_mean")
     lines = [Line("rollout/pass_rate", "pass rate", 1, smooth=True)]
-    note = "Training samples of each step; the dotted lines are the held-out pass rates."
+    note = f"Training samples of each step; the dotted lines are the held-out {name}s."
     if reward == run.values("rollout/pass_rate"):
         note += " Rewards are 0 or 1, so this is the mean reward as well."
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -25,6 +25,7 @@ def summarize(run: RunData) -> dict[str, Any]:
         "lineage": [{"run": ancestor["run"], "step": ancestor["step"]} for ancestor in run.lineage],
         "pass_rate_before": run.before and run.before["pass_rate"],
         "pass_rate_after": run.after and run.after["pass_rate"],
+        **_heldout_rewards(run),
         "num_steps": run.num_steps,
         "mismatch_abs_diff_mean": _mean(run.values("mismatch/abs_diff_mean")),
         "mismatch_abs_diff_max": max(run.values("mismatch/abs_diff_max"), default=None),
@@ -38,6 +39,19 @@ def summarize(run: RunData) -> dict[str, Any]:
         "final_weights_sha256": run.final_weights_sha256,
         "export_check": run.export_check,
         **cost_part(run.config, _gpu_jobs(run)),
+    }
+
+
+def _heldout_rewards(run: RunData) -> dict[str, Any]:
+    """Return mean reward and mean score of each grader on held-out prompts.
+
+    Null where all rewards are 0 or 1: the pass rate says the same.
+    """
+    results = {"before": run.before or {}, "after": run.after or {}}
+    return {
+        f"{name}_{when}": result.get(name) if run.has_partial_credit else None
+        for name in ("reward_mean", "scores")
+        for when, result in results.items()
     }
 
 
@@ -73,6 +87,8 @@ def print_summary(summary: dict[str, Any]) -> None:
     table = Table("", summary["run"], show_edge=False, header_style="bold")
     served, quantised = summary["mismatch_abs_diff_mean"], summary["mismatch_quantised_abs_diff_mean"]
     rows = {
+        **{f"{name} before": value for name, value in rewards_in_words(summary, "before").items()},
+        **{f"{name} after": value for name, value in rewards_in_words(summary, "after").items()},
         "pass rate before": format_percent(summary["pass_rate_before"]),
         "pass rate after": format_percent(summary["pass_rate_after"]),
         "steps": format_number(summary["num_steps"]),
@@ -90,6 +106,12 @@ def print_summary(summary: dict[str, Any]) -> None:
         if value != "–":
             table.add_row(name, value)
     Console(width=110).print(table)
+
+
+def rewards_in_words(summary: Mapping[str, Any], when: str) -> dict[str, str]:
+    """Return the held-out mean reward and its parts as text; none where the pass rate says the same."""
+    means = {"mean reward": summary[f"reward_mean_{when}"], **(summary[f"scores_{when}"] or {})}
+    return {name: f"{mean:.3f}" for name, mean in means.items() if mean is not None}
 
 
 def _nats(value: float | None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from rich.console import Console
 
 from posttrain.config.derived import mismatch_limits
 from posttrain.config.suites import HELD_OUT
-from posttrain.observability.intervals import rate_change
+from posttrain.observability.intervals import Change, rate_change, reward_change
 from posttrain.observability.report_data import RunData
 from posttrain.observability.suite_results import suite_rows
 from posttrain.readable import MINUS, counted, format_number, format_percent
@@ -93,17 +93,46 @@ def _learning(run: RunData) -> list[Finding]:
         measured = {"reward": run.values("rollout/reward_mean"), "perplexity": run.values("train/perplexity")}
         so_far = [_so_far(name, values) for name, values in measured.items() if values] or [_so_far("reward", [])]
         return [Finding("unknown", "Not known yet whether it learns", so_far[0])]
-    change, low, high = rate_change(run.before, run.after)
-    rates = " → ".join(format_percent(result["pass_rate"]) for result in (run.before, run.after))
-    ends = f"{_points(change)} points, with 95 % confidence {_points(low)} to {_points(high)}"
-    detail = f"pass rate {rates} on {counted(run.after['num_prompts'], 'held-out prompt')}: {ends}"
-    if low > 0:
-        return [Finding("good", "The model got better", detail)]
+    results = run.before, run.after
+    rate, reward = rate_change(*results), reward_change(*results)
+    prompts = f" on {counted(run.after['num_prompts'], 'held-out prompt')}"
+    detail, passes = _rate_in_words(*results, rate, prompts), _rate_in_words(*results, rate)
+    if reward:
+        detail = "; ".join([_reward_in_words(*results, reward, prompts), passes, *_scores_in_words(*results)])
+    _, low, high = reward or rate
     if high < 0:
         remedy = "the model as it came is the better one; a lower optimizer.lr or fewer steps may help"
         return [Finding("bad", "The model got worse", detail, remedy)]
-    remedy = "train longer, or measure with more data.num_heldout_prompts"
-    return [Finding("warning", "No change that can be told from chance", detail, remedy)]
+    found = Finding("good", "The model got better", detail)
+    if low <= 0:
+        remedy = "train longer, or measure with more data.num_heldout_prompts"
+        found = Finding("warning", "No statistically significant change", detail, remedy)
+    if rate[2] >= 0:
+        return [found]
+    remedy = "the reward pays for something else than right answers: look at its parts and at the samples"
+    return [found, Finding("warning", "Fewer responses pass", passes, remedy)]
+
+
+def _rate_in_words(before: Mapping[str, Any], after: Mapping[str, Any], rate: Change, prompts: str = "") -> str:
+    rates = " → ".join(format_percent(result["pass_rate"]) for result in (before, after))
+    change, low, high = (_with_minus(f"{100 * value:+.1f}") for value in rate)
+    return f"pass rate {rates}{prompts}: {change} points, with 95 % confidence {low} to {high}"
+
+
+def _reward_in_words(before: Mapping[str, Any], after: Mapping[str, Any], reward: Change, prompts: str) -> str:
+    rewards = _with_minus(f"{before['reward_mean']:.3f} → {after['reward_mean']:.3f}")
+    change, low, high = (_with_minus(f"{value:+.3f}") for value in reward)
+    return f"mean reward {rewards}{prompts}: {change}, with 95 % confidence {low} to {high}"
+
+
+def _scores_in_words(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Return the mean of each grader, where several make up the reward."""
+    old, new = before.get("scores", {}), after.get("scores", {})
+    return [f"{name} " + _with_minus(f"{old[name]:.3f} → {new[name]:.3f}") for name in old if name in new]
+
+
+def _with_minus(numbers: str) -> str:
+    return numbers.replace("-", MINUS)
 
 
 def _unchecked(run: RunData) -> list[Finding]:
@@ -119,9 +148,8 @@ def _regressions(run: RunData) -> list[Finding]:
     findings = []
     for row in suite_rows(run):
         if row.name != HELD_OUT and row.measured[-1].when in row.worse:
-            change, low, high = rate_change(row.measured[0].result, row.measured[-1].result)
-            rates = " → ".join(format_percent(row.measured[place].result["pass_rate"]) for place in (0, -1))
-            detail = f"{rates}: {_points(change)} points, with 95 % confidence {_points(low)} to {_points(high)}"
+            first, last = row.measured[0].result, row.measured[-1].result
+            detail = _rate_in_words(first, last, rate_change(first, last))
             remedy = "see its curve: an earlier checkpoint may be the better one"
             findings.append(Finding("warning", f"Worse at {row.name}", detail, remedy))
     return findings
@@ -194,7 +222,3 @@ def _left_out(run: RunData) -> list[Finding]:
         remedy = "the samples in train/rollouts say why; reward.deadline_seconds and reward.memory_gib are the limits"
         findings.append(Finding("warning", "Graders failed", detail, remedy))
     return findings
-
-
-def _points(change: float) -> str:
-    return f"{100 * change:+.1f}".replace("-", MINUS)
