@@ -28,11 +28,15 @@ env: $(VENV)/.ready  ## the virtual environment, with the tested versions
 # The stamp is written last, so a half-made environment is made again.
 $(VENV)/.ready: pyproject.toml envs/cpu/constraints.txt
 	@$(PYTHON) -c '$(IS_RIGHT)' || { echo "Python 3.11 or 3.12 is needed: make PYTHON=/path/to/python3.11"; exit 1; }
+	@echo "Installing the tested packages into $(VENV), in three parts; this takes some minutes."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint envs/cpu/constraints.txt torch
+	@echo "1 of 3: torch"
+	@$(BIN)/python -m pip install --quiet --constraint envs/cpu/constraints.txt torch
 	@# Its metadata ask for Python 3.12; there is a wheel for 3.11 too, and what is used here runs on both.
-	$(BIN)/python -m pip install --quiet --constraint envs/cpu/constraints.txt --no-deps --ignore-requires-python megatron-core
-	$(BIN)/python -m pip install --quiet --constraint envs/cpu/constraints.txt --editable '.[test]'
+	@echo "2 of 3: megatron-core"
+	@$(BIN)/python -m pip install --quiet --constraint envs/cpu/constraints.txt --no-deps --ignore-requires-python megatron-core
+	@echo "3 of 3: transformers, snakemake and the others"
+	@$(BIN)/python -m pip install --quiet --constraint envs/cpu/constraints.txt --editable '.[test]'
 	touch $@
 
 env-reasoning-gym: $(VENV)/.reasoning-gym ## the tasks of reasoning-gym in it (a C compiler is needed)

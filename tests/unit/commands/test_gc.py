@@ -34,7 +34,9 @@ def gc(store, *more, unused_days=14, code=0):
 
 def test_it_shows_and_deletes_only_on_demand(tmp_path, folder):
     store = tmp_path / "store"
-    assert "0 can be freed" in gc(store, unused_days=40)
+    kept = gc(store, unused_days=40)
+    assert "0 can be freed" in kept
+    assert "finished, no run uses it; kept until 40 days after its last change" in kept
     shown = gc(store)
     assert "datasets/jsonl-1" in shown
     assert "finished, unused" in shown

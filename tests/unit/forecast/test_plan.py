@@ -40,8 +40,8 @@ def test_the_stable_keys_are_there_and_it_is_json(plan_of, model):
     assert all({"nodes", "gpus", "command"} <= set(rule) for rule in plan["rules"])
     assert plan["flags"]["trainer.keep_checkpoints"]["value"] == 2
     assert plan["problems"] == []
-    not_trainable = {problem["key"] for problem in plan["not_trainable"]}
-    assert not_trainable == ({"nodes"} if model == "glm5" else set())
+    assert plan["not_trainable"] == []
+    assert plan["nodes_without_site"] == (plan["nodes"]["nodes"] if model == "glm5" else 0)
     assert plan["not_modelled"] == list(NOT_MODELLED)
 
 
@@ -98,6 +98,15 @@ def test_layouts_of_the_plan(plan_of):
     assert all("free in" in row["reasons"] or "too much in" in row["reasons"] for row in layouts["proposed"])
 
 
+def test_the_chosen_layout_is_the_first_of_the_table(plan_of, capsys):
+    print_plan(plan_of("glm5"))
+    rows = [re.split(r"\s*│\s*", line.strip()) for line in capsys.readouterr().out.splitlines() if "│" in line]
+    (first, *others) = [row for row in rows if len(row) == 10 and row[0].isdecimal()]
+    assert (first[:6], first[9].split(";")[0]) == (["4", "4", "18", "2", "32", "1"], "chosen")
+    assert len(others) == 4
+    assert first[:7] not in [other[:7] for other in others]
+
+
 def test_a_layout_that_does_not_fit_gets_one_that_does(plan_of):
     first, *_ = plan_of("glm5", set="parallel.expert_model_parallel_size=8")["problems"]
     assert first["key"] == "parallel"
@@ -148,14 +157,13 @@ def test_neighbours_are_told_together():
 
 def test_what_is_doubtful_is_a_warning_on_page_and_table(plan_of, resolved, capsys):
     assert [found["key"] for found in plan_of("tiny")["warnings"]] == []
-    doubts = ["site.node_names"]  # the local site names two nodes
-    assert [found["key"] for found in plan_of("glm5")["warnings"]] == doubts
+    assert plan_of("glm5")["warnings"] == [], "the local site's two nodes are no matter where it needs another site"
     small = "hardware.host_memory_gib=512"
     plan = plan_of("glm5", set=small)
-    assert [found["key"] for found in plan["warnings"]] == ["hardware.host_memory_gib", *doubts]
+    assert [found["key"] for found in plan["warnings"]] == ["hardware.host_memory_gib"]
     assert plan["problems"] == []
     page = html.unescape(render_plan(plan, resolved("glm5", set=small)))
-    assert page.count('<li class="warning">') == 2
+    assert page.count('<li class="warning">') == 1
     judge_plan(plan).print()
     printed = " ".join(capsys.readouterr().out.split())
     for text in (page, printed):
@@ -164,18 +172,33 @@ def test_what_is_doubtful_is_a_warning_on_page_and_table(plan_of, resolved, caps
 
 def test_the_verdict_is_as_loud_as_the_worst_that_is_known():
     row = Problem("nodes", "24", "1", "plan it").as_dict()
-    for run, problems, not_trainable, warnings, headline, levels in (
-        ("run", [], [], [], "This can run", []),
-        ("run", [], [], [row], "This can run, with 1 doubt", ["warning"]),
-        ("run", [], [], [row, row], "This can run, with 2 doubts", ["warning", "warning"]),
-        ("run", [], [row], [row], "This can be planned, but this version cannot run it", ["bad", "warning"]),
-        ("run", [row], [row], [row], "This cannot run", ["bad", "bad", "warning"]),
+    for problems, not_trainable, warnings, headline, levels in (
+        ([], [], [], "This can run", []),
+        ([], [], [row], "This can run (1 warning)", ["warning"]),
+        ([], [], [row, row], "This can run (2 warnings)", ["warning", "warning"]),
+        ([], [row], [row], "This can be planned, but this version cannot run it", ["bad", "warning"]),
+        ([row], [row], [row], "This cannot run", ["bad", "bad", "warning"]),
     ):
-        plan = {"run": run, "problems": problems, "not_trainable": not_trainable, "warnings": warnings}
+        plan = {"problems": problems, "not_trainable": not_trainable, "warnings": warnings, "nodes_without_site": 0}
         verdict = judge_plan(plan)
         assert (verdict.headline, [finding.level for finding in verdict.findings]) == (headline, levels)
         assert verdict.level == (levels or ["good"])[0]
         assert {(f.title, f.detail, f.remedy) for f in verdict.findings} <= {("nodes = 24", "allowed: 1", "plan it")}
+
+
+def test_a_plan_needs_no_site(plan_of, resolved, capsys):
+    plan = plan_of("glm5")
+    verdict = judge_plan(plan)
+    assert (verdict.level, verdict.headline) == ("good", "This fits, and needs a site to run")
+    (finding,) = verdict.findings
+    assert finding.detail == f"this site is one machine, and the plan is for {plan['nodes_without_site']} nodes"
+    assert "add site=NAME" in finding.remedy
+    assert "cannot run" not in render_plan(plan, resolved("glm5"))
+    doubtful = judge_plan(plan_of("glm5", set="hardware.host_memory_gib=512"))
+    assert (doubtful.level, doubtful.headline) == ("warning", "This fits, and needs a site to run (1 warning)")
+    at_a_site = plan_of("glm5", site="slurm_localhost", set="site.node_names=[a,b]")
+    assert (at_a_site["nodes_without_site"], at_a_site["not_trainable"]) == (0, [])
+    assert [found["key"] for found in at_a_site["warnings"]] == ["site.node_names"]
 
 
 def test_gpu_hours_and_their_price(plan_of, resolved):

@@ -6,6 +6,7 @@ that it answers at once. Whole trainings under the supervisor are in tests/end_t
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -136,6 +137,22 @@ def test_a_lost_node_is_no_fault_of_the_run(tmp_path: Path) -> None:
         supervisor.supervise(job, load_resolved(job.config_path), LostOnce("here"))
     gone = "the supervisor of here is gone"
     assert [row["reason"] for row in attempts_of(tmp_path)] == [f"{gone}; lost: here", gone]
+
+
+def test_a_killed_attempt_is_recorded_by_the_next_supervisor(tmp_path: Path) -> None:
+    """Its row as it began, and as its end the time of the last file that was written of it."""
+    job = make_job(tmp_path, STAYS)
+    killed = tmp_path / "attempts/001"
+    killed.mkdir(parents=True)
+    row = {"attempt": 1, "epoch": 4, "started_unix": 1000.0, "nodes": ["here"]}
+    for name, written_unix in ((supervisor.BEGUN, 1000.5), ("trainer0.log", 1060.0)):
+        (killed / name).write_text(json.dumps(row))
+        os.utime(killed / name, (written_unix, written_unix))
+    supervise(job)
+    first, second = attempts_of(tmp_path)
+    assert first == {**row, "ended_unix": 1060.0, "reason": "the supervisor was killed"}
+    assert (second["attempt"], second["reason"]) == (2, "done")
+    assert not list(tmp_path.glob(f"attempts/*/{supervisor.BEGUN}"))
 
 
 def test_attempts_go_on_counting_after_a_torn_line(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from posttrain.observability.report import render_report
 from posttrain.observability.report_data import RunData, read_run
 from posttrain.observability.report_page import CONTROLS, _environment, render_page
 from posttrain.observability.report_summary import summarize
-from posttrain.observability.verdict import judge_run
+from posttrain.observability.verdict import Finding, Verdict, judge_run
 
 NASTY = "</pre></title></style><script>alert('x')</script><img src=x onerror=\"y\">&amp;&lt;{{ 7 * 7 }}"
 # Tags, attributes and links that a page of ours has.
@@ -163,3 +163,10 @@ def test_values_under_the_pointer_are_the_charts_own(run: RunData) -> None:
     charts = [json.loads(value) for value in values]
     assert {line["label"] for chart in charts for line in chart["series"]} >= {"pass rate", "k3", "loss"}
     assert all(len(line["steps"]) == len(line["values"]) == 4 for chart in charts for line in chart["series"])
+
+
+def test_backticks_become_code_and_nothing_else_becomes_html(run: RunData) -> None:
+    found = Finding("bad", "title", "a <b>`snakemake -n <i>`</b>", "an open ` alone")
+    page = render_report(run, summarize(run), Verdict("headline", [found]))
+    assert 'a &lt;b&gt;<span class="mono">snakemake -n &lt;i&gt;</span>&lt;/b&gt;' in page
+    assert "an open ` alone" in page

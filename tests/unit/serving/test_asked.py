@@ -61,11 +61,13 @@ def test_who_serves_something_else_is_named_and_nobody_else(folder: Path, other:
         assert "nats from the trainer's" in problem.value
 
 
-def test_without_a_canary_that_is_said_once(other: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_base_model_has_nothing_to_compare(other: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     (other / CANARY_NAME).unlink()
     ask([other, other], other)
-    (record,) = [record for record in caplog.records if "canary" in record.getMessage()]
-    assert record.getMessage() == f"what is served was not compared with what was trained: {other} has no canary"
+    (record,) = [record for record in caplog.records if "compare" in record.getMessage()]
+    assert record.levelname == "INFO"
+    assert record.getMessage() == f"nothing to compare with what is served: {other} is no export of a training"
 
 
 def test_a_template_counts_where_conversations_are_sent(folder: Path, tmp_path: Path) -> None:  # noqa: F811

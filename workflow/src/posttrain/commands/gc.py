@@ -18,7 +18,7 @@ def main(paths: Paths, delete: bool) -> None:
     """List every artefact, then what is or would be freed."""
     store, unused_days = paths.store, paths.resolved.config.site.unused_days
     found = list_store(store, unused_days) if store.is_dir() else []
-    show(found, store)
+    show(found, store, unused_days)
     unused = [artefact for artefact in found if artefact.is_unused]
     size = f"{freed_bytes(unused):,} bytes"
     if not delete and paths.resolved.request.get("gc") != "delete":
@@ -30,7 +30,7 @@ def main(paths: Paths, delete: bool) -> None:
         raise RuntimeError("\n  ".join(["not everything could be deleted; all else was:", *errors]))
 
 
-def show(found: list[Stored], store: Path) -> None:
+def show(found: list[Stored], store: Path, unused_days: float) -> None:
     """Print one row per artefact on stdout."""
     table = Table("artefact", "state", "last change", "used by", show_edge=False, header_style="bold")
     table.add_column("frees alone", justify="right")
@@ -38,14 +38,24 @@ def show(found: list[Stored], store: Path) -> None:
         users = [one_line(f"{user.user}: {user.run}") for user in artefact.users]
         changed = time.strftime("%Y-%m-%d %H:%M", time.localtime(artefact.last_change_unix))
         size = f"{freed_bytes([artefact]):,}"
-        cells = (one_line(str(artefact.folder.relative_to(store))), state_of(artefact), changed, "\n".join(users), size)
+        cells = (
+            one_line(str(artefact.folder.relative_to(store))),
+            state_of(artefact, unused_days),
+            changed,
+            "\n".join(users),
+            size,
+        )
         table.add_row(*map(escape, cells))
     Console(width=160).print(table)
 
 
-def state_of(artefact: Stored) -> str:
-    """Say in words what is known about an artefact."""
+def state_of(artefact: Stored, unused_days: float) -> str:
+    """Say in words what is known about an artefact, and why it stays although no run uses it."""
     if artefact.builder:
         return f"being made by {artefact.builder}"
     whole = "finished" if artefact.is_finished else "half made"
-    return f"{whole}, unused" if artefact.is_unused else whole
+    if artefact.is_unused:
+        return f"{whole}, unused"
+    return (
+        whole if artefact.users else f"{whole}, no run uses it; kept until {unused_days:g} days after its last change"
+    )

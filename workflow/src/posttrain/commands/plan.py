@@ -1,4 +1,4 @@
-"""Write plan.json and plan.html: layout, memory, disk and durations of a configuration, before any work."""
+"""Write the plan as JSON and as a page: layout, memory, disk and durations of a configuration, before any work."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from posttrain.config.derived import (
 from posttrain.config.load import Resolved
 from posttrain.config.rules import check_trainable
 from posttrain.config.schema import Config
+from posttrain.config.site_rules import check_launcher
 from posttrain.forecast import plan_goodput
 from posttrain.forecast.plan_nodes import nodes_part, splits_part
 from posttrain.forecast.plan_time import step_part, why_no_split, why_no_step
@@ -113,9 +114,20 @@ def build_plan(resolved: Resolved, jobs_at_once: int | None = None) -> dict[str,
         }
         | rendered_flags(config, resolved.origins),
         "problems": [problem.as_dict() for problem in find_problems(config)],
-        "warnings": [problem.as_dict() for problem in find_warnings(config)],
-        "not_trainable": [problem.as_dict() for problem in (*check_trainable(config), *check_served(config))],
+        **_doubts_part(config),
         "not_modelled": list(NOT_MODELLED),
+    }
+
+
+def _doubts_part(config: Config) -> dict[str, Any]:
+    """Return what speaks against a run; a plan for several nodes needs no site, though a run of it does."""
+    no_site = list(check_launcher(config))
+    warnings = [one for one in find_warnings(config) if not (no_site and one.key.startswith("site."))]
+    not_trainable = [one for one in (*check_trainable(config), *check_served(config)) if one not in no_site]
+    return {
+        "nodes_without_site": config.nodes if no_site else 0,
+        "warnings": [problem.as_dict() for problem in warnings],
+        "not_trainable": [problem.as_dict() for problem in not_trainable],
     }
 
 

@@ -34,8 +34,12 @@ def judge_plan(plan: Mapping[str, Any]) -> Verdict:
         return Verdict("This cannot run", findings)
     if plan["not_trainable"]:
         return Verdict("This can be planned, but this version cannot run it", findings)
-    doubts = f", with {counted(len(findings), 'doubt')}" if findings else ""
-    return Verdict(f"This can run{doubts}", findings)
+    doubts = f" ({counted(len(findings), 'warning')})" if findings else ""
+    if not plan["nodes_without_site"]:
+        return Verdict(f"This can run{doubts}", findings)
+    nodes = f"this site is one machine, and the plan is for {counted(plan['nodes_without_site'], 'node')}"
+    remedy = "copy config/sites/example_slurm.yaml or example_kubernetes.yaml, fill it in, and add site=NAME"
+    return Verdict(f"This fits, and needs a site to run{doubts}", [*findings, Finding("good", "A site", nodes, remedy)])
 
 
 def render_plan(plan: Mapping[str, Any], resolved: Resolved) -> str:

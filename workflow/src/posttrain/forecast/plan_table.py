@@ -32,7 +32,7 @@ def print_plan(plan: Mapping[str, Any]) -> None:
     for draw, part in parts:
         if part is not None:
             console.print(draw(part), "")
-    console.print(f"{len(plan['not_modelled'])} things are not modelled; plan.json and plan.html name them")
+    console.print(f"{len(plan['not_modelled'])} things are not modelled; the plan's page names them")
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None) -> Table:
@@ -138,7 +138,9 @@ def _layouts(plan: Mapping[str, Any]) -> Table:
     keys, names = {short: key for short, key, _ in TERMS}, ("TP", "PP", "last", "CP", "EP", "ETP", "DP")
     title = f"{layouts['num_valid']} valid layouts, {layouts['num_fitting']} fit"
     columns = (*(f">{name}" for name in names), ">GiB", "", "why here")
-    return _table(columns, map(row, layouts["proposed"][:SHOWN_LAYOUTS]), title)
+    chosen = {**layouts["configured"], "reasons": f"chosen; {layouts['configured']['reasons']}"}
+    others = [layout for layout in layouts["proposed"] if layout != layouts["configured"]]
+    return _table(columns, map(row, [chosen, *others[: SHOWN_LAYOUTS - 1]]), title)
 
 
 def _step(step: Mapping[str, Any]) -> Table:

@@ -69,6 +69,10 @@ def supervise(job: TrainingJob, config: Config, nodes: Nodes) -> None:
         raise
 
 
+# In an attempt's folder until its end is recorded: the row of `attempts.jsonl` so far.
+BEGUN = "begun.json"
+
+
 class _Supervision:
     """All attempts of a job.
 
@@ -87,6 +91,7 @@ class _Supervision:
 
     def run(self) -> None:
         """Start attempts until the training is done."""
+        self._record_killed()
         while True:
             names = self._choose_nodes()
             before = _progress(self._job.run_folder)
@@ -137,6 +142,11 @@ class _Supervision:
             "nodes": list(names),
         }
         row |= {"job": self._nodes.job} if self._nodes.job else {}
+        try:
+            artifacts.write_json(folder / BEGUN, row)
+        except OSError as error:
+            # A full disk ends the attempt where it says so.
+            log.warning("attempt %d will not be recorded if it is killed: %s", row["attempt"], error)
         reason = "the supervisor was ended"
         gang = Gang(self._job, self._config, self._nodes, names, folder, self._lease, self._fit)
         try:
@@ -154,7 +164,16 @@ class _Supervision:
             row |= {"ended_unix": time.time(), "reason": reason}
             if gang.first_step_unix:
                 row["first_step_seconds"] = round(gang.first_step_unix - row["started_unix"], 1)
+            (folder / BEGUN).unlink(missing_ok=True)
             self._record(row)
+
+    def _record_killed(self) -> None:
+        """Record attempts whose supervisor could not; they lasted until something was last written of them."""
+        for begun in sorted(self._job.run_folder.glob(f"attempts/*/{BEGUN}")):
+            row = artifacts.read_json(begun)
+            ended = max(path.stat().st_mtime for path in begun.parent.iterdir())
+            begun.unlink()
+            self._record({**row, "ended_unix": ended, "reason": "the supervisor was killed"})
 
     def _record(self, row: dict[str, Any]) -> None:
         try:

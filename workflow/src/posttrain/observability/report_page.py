@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from typing import Any
 
 import jinja2
+from markupsafe import Markup, escape
 
 from posttrain import readable
 from posttrain.errors import printable
@@ -44,8 +46,14 @@ def _environment() -> jinja2.Environment:
         "percent": readable.format_percent,
         "counted": readable.counted,
         "cost": readable.format_cost,
+        "code": _with_code,
     }
     return environment
+
+
+def _with_code(text: str) -> Markup:
+    """Return text as HTML, with `code` in backticks set as code."""
+    return Markup(re.sub("`([^`]+)`", r'<span class="mono">\1</span>', str(escape(text))))
 
 
 def _visible(value: Any) -> Any:

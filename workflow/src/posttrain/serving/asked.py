@@ -45,7 +45,7 @@ async def right_engines(
 
 
 async def hold_all(urls: Sequence[str], secret: str, checkpoint: Path, has_chat: bool) -> None:
-    """Hold servers against the canary of what they have to serve; without one it is said that nothing was compared.
+    """Hold servers against the canary of what they have to serve; a base model has none, and nothing is compared.
 
     Raises:
         ConfigError: Naming every server that serves something else; or the precision is not known here.
@@ -54,7 +54,7 @@ async def hold_all(urls: Sequence[str], secret: str, checkpoint: Path, has_chat:
     """
     canary = read_canary(checkpoint)
     if canary is None:
-        log.warning("what is served was not compared with what was trained: %s has no canary", checkpoint)
+        log.info("nothing to compare with what is served: %s is no export of a training", checkpoint)
         return
     path = checkpoint / "config.json"
     precision = precision_of(read_object(path), str(path))
