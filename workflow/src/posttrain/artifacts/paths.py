@@ -280,9 +280,13 @@ class Paths:
 
     @property
     def plan(self) -> Path:
-        """The plan of this model on these nodes, `.json` and `.html`: other counts and machines lie beside it."""
-        config = self.resolved.config
-        return self.run.parent / "plans" / f"{config.model.name}-{config.nodes}x{config.hardware.name}.json"
+        """The plan of this model on these nodes, `.json` and `.html`: other counts and machines lie beside it.
+
+        It lies below `results` here where the site's results are not on this machine: a plan makes no folder of a site.
+        """
+        config, results = self.resolved.config, self.run.parent
+        folder = results if results.is_dir() or not results.is_absolute() else Path("results")
+        return folder / "plans" / f"{config.model.name}-{config.nodes}x{config.hardware.name}.json"
 
     @property
     def summary(self) -> Path:
