@@ -196,9 +196,8 @@ def test_a_plan_needs_no_site(plan_of, resolved, capsys):
     assert "cannot run" not in render_plan(plan, resolved("glm5"))
     doubtful = judge_plan(plan_of("glm5", set="hardware.host_memory_gib=512"))
     assert (doubtful.level, doubtful.headline) == ("warning", "This fits, and needs a site to run (1 warning)")
-    at_a_site = plan_of("glm5", set="site.launcher=slurm site.node_names=[a,b]")
+    at_a_site = plan_of("glm5", set="site.launcher=slurm site.node_names=[]")
     assert (at_a_site["nodes_without_site"], at_a_site["not_trainable"]) == (0, [])
-    assert [found["key"] for found in at_a_site["warnings"]] == ["site.node_names"]
 
 
 def test_gpu_hours_and_their_price(plan_of, resolved):
