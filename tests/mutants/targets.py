@@ -74,4 +74,8 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "errors": (f"{UNIT}/test_errors.py", f"{UNIT}/test_refused_writes.py"),
     "engines/secret": (f"{UNIT}/engines/test_secret.py",),
     "observability/report_page": (f"{UNIT}/observability/test_report_page.py",),
+    "observability/intervals": (f"{UNIT}/observability/test_intervals.py", f"{UNIT}/observability/test_verdict.py"),
+    "observability/verdict": (f"{UNIT}/observability/test_verdict.py", f"{UNIT}/observability/test_suite_results.py"),
+    "evaluation/deployment": (f"{UNIT}/evaluation/test_deployment.py",),
+    "launch/status": (f"{UNIT}/commands/test_status.py",),
 }
