@@ -3,7 +3,7 @@ import pytest
 from posttrain.forecast.plan import build_plan
 from posttrain.planner import job_needs
 from posttrain.planner.job_needs import JobNeeds, RuleNeeds, about
-from posttrain.readable import counted
+from posttrain.readable import counted, format_bytes
 
 
 @pytest.mark.parametrize(
@@ -38,6 +38,7 @@ def test_a_message_says_what_the_plan_says(resolved, model, more):
     for rule in rules:
         words = [counted(rule["nodes"], "node")]
         words += [counted(rule["gpus"], "GPU")] if rule["gpus"] else []
+        words += [f"{format_bytes(rule['memory_bytes'])} of memory"] if rule["memory_bytes"] else []
         words += [about(rule["seconds"])] if rule["seconds"] is not None else []
         message = RuleNeeds(configuration.config).message(rule["name"].partition(" ")[0])
         assert message == f" ({', '.join(words)})"
