@@ -50,6 +50,16 @@ def test_what_is_refused_leaves_nothing(tmp_path):
     assert not receipt_of(output).exists()
 
 
+def test_a_reward_that_exits_is_an_error_with_its_place(tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text("import sys\ndef f(completions, **_):\n    sys.exit(0)\n")
+    ended, output = approve(tmp_path, f"data.reward={own}:f")
+    assert ended.returncode == 1
+    assert f"SystemExit: 0 ({own}:3, in f)" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert not output.exists()
+
+
 @pytest.mark.faults("kills")
 def test_killed_anywhere_it_has_approved_all_or_nothing(tmp_path):
     """Twice: the second time over another result, with its receipt."""

