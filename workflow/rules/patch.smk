@@ -15,7 +15,6 @@ rule patch_hf_config:
         format_version=FORMAT_VERSIONS["patch_hf_config"],
         architecture=ARCHITECTURE,
         target=CFG.model.patch.target,
-        own_digests=CFG.model.own_digests,
         source=PATHS.hf,
         destination=PATHS.hf_patched,
     message:
