@@ -97,7 +97,7 @@ def steps_of(store: Store) -> Iterator[Step]:
     )
     yield from _download_steps(hf, root.parent / "origin" / "hf_patched")
     source = ["--source", hf, "--source-receipt", receipt_of(hf)]
-    more = [*DIMENSIONS, "--target", "native"]
+    more = DIMENSIONS
     yield Step("patch_hf_config", [*source, *_to("folder", patched), *more], receipt_of(patched), patched)
     for name, part_step, last_step in (
         ("torch_dist", "convert_hf_to_torch_dist", "finalize_torch_dist"),
