@@ -105,13 +105,13 @@ def test_a_step_whose_head_was_killed_goes_on(tmp_path: Path) -> None:
 def test_many_killed_heads_leave_the_bytes_of_none(tmp_path: Path, faults: FaultRecord) -> None:
     calm, killed, begun = Step(tmp_path / "calm"), Step(tmp_path / "killed"), time.monotonic()
     assert calm.run()[0] == 0
-    for _ in range(6):
+    for _ in range(15):
         kill(killed, shards=1)
     check(killed)
     assert contents(calm.folder) == contents(killed.folder)
     calm_receipt, receipt = (read_receipt(receipt_of(step.folder)) for step in (calm, killed))
     assert receipt == calm_receipt
-    faults.add_counts("kills", {"calibrate": 6}, time.monotonic() - begun)
+    faults.add_counts("kills", {"calibrate": 15}, time.monotonic() - begun)
     faults.equal = True
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.support.fault_record import FaultRecord
 from tests.support.sglang_environment import PYTHON, require_sglang
 from tests.support.tiny_checkpoint import TINY_QWEN3, make_random_checkpoint
 
@@ -216,3 +218,43 @@ def test_an_engine_serves_in_the_foreground_and_ends_with_it(folder: Path, tmp_p
         process.kill()
     _, alive = psutil.wait_procs(children, timeout=30)
     assert alive == []
+
+
+@pytest.mark.faults("kills")
+def test_a_server_killed_at_any_time_frees_port_and_lease(folder: Path, tmp_path: Path, faults: FaultRecord) -> None:
+    """The engine ends with it, the next start serves on the same port, and the checkpoint keeps its bytes."""
+    (port,) = choose_free_ports(1)
+    command = [sys.executable, "-m", "posttrain", "serve", str(folder), "--engine", "embedded", "--hardware", "cpu"]
+    command += ["--port", str(port)]
+    env = os.environ | {"POSTTRAIN_ENGINE_SECRET": SECRET, "TMPDIR": str(tmp_path)}
+    log, rng, started, kills = tmp_path / "log", random.Random(10), time.monotonic(), 0
+
+    def start() -> subprocess.Popen[bytes]:
+        with log.open("wb") as output:
+            return subprocess.Popen(command, cwd=tmp_path, env=env, stdout=output, stderr=output)
+
+    def end(process: subprocess.Popen[bytes]) -> int:
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        assert psutil.wait_procs(children, timeout=30)[1] == [], "an engine outlived its server"
+        return process.wait()
+
+    begun, process = time.monotonic(), start()
+    expected = answer(process, port, log)
+    length, before = time.monotonic() - begun, {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert end(process) == -signal.SIGKILL
+    while kills < 60:
+        process = start()
+        time.sleep(rng.uniform(0, 1.2) * length)
+        assert process.poll() is None, log.read_text()[-2000:]
+        kills += end(process) == -signal.SIGKILL
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    process = start()
+    try:
+        assert answer(process, port, log) == expected
+        assert f"{folder} has ended" in serve(tmp_path, folder, "--stop").stdout
+    finally:
+        process.kill()
+    assert "there is nothing to end" in serve(tmp_path, folder, "--stop").stdout
+    faults.add_counts("kills", {"posttrain serve": kills}, time.monotonic() - started)
+    faults.equal = True
