@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+# How much of a script is what most launch scripts are made of.
+_ORDINARY = 0.8
 _VALUES = ("1e-6", "5e-5", "0.1", "2", "8", "grpo", "a b", "x-y", "it's", "/data/m.jsonl", "")
 _NUMBERS = ("2", "3", "4", "8", "16")
 _SCALARS = ("LR", "WD", "NAME", "MODE")
@@ -65,9 +67,12 @@ class Generator:
         """Return a word with expansions."""
         pick, name = self.random, self.random.choice(_SCALARS)
         text = self.quoted(pick.choice(_VALUES[:8]))
+        if pick.random() < _ORDINARY:
+            return pick.choice((
+                text, text, f'"${name}"', f'"${{{name}}}"', f"${name}", f'"${{{name}:-{pick.choice(_VALUES[:6])}}}"',
+                f'"${{NEVER_{name}:-${name}}}"', f'"pre_${{{name}}}_post"', self.number(), f"${pick.choice(_COUNTS)}",
+            ))  # fmt: skip
         return pick.choice((
-            text, text, f'"${name}"', f'"${{{name}}}"', f"${name}", f'"${{{name}:-{pick.choice(_VALUES[:6])}}}"',
-            f'"${{NEVER_{name}:-${name}}}"', f'"pre_${{{name}}}_post"', self.number(), f"${pick.choice(_COUNTS)}",
             f'"${{{name}%-*}}"', f'"${{{name}#*-}}"', f'"${{{name}/-/_}}"', f'"${{{name}//a/b}}"', f'"${{{name}:0:3}}"',
             f"${{#{name}}}", f'"${{{name}^^}}"', f'"${{{name}:+set}}"', f"'${name}'", f'"\\${name}"',
             f'"$(echo "${name}")"', f'"${{{pick.choice(_LISTS)}[1]}}"', f"${{#{pick.choice(_LISTS)}[@]}}",
@@ -103,8 +108,11 @@ class Generator:
 
     def statement(self, depth: int) -> list[str]:
         """Return the lines of a statement."""
-        simple = (self.assignment, self.assignment, self.count, self.more_flags, self.noise, self.reading)
-        nested = (self.branch, self.loop, self.cases, self.function, self.subshell, self.joined, self.while_loop)
+        simple = (self.assignment, self.assignment, self.count, self.more_flags, self.more_flags, self.noise)
+        nested = (self.branch, self.branch, self.loop, self.function, self.subshell, self.joined)
+        if self.random.random() > _ORDINARY:
+            others = (self.cases, self.while_loop) if depth else (self.noise, self.count)
+            return self.random.choice((self.reading, *others * 4))(depth)
         return self.random.choice((*simple, *(nested if depth else ())))(depth)
 
     def block(self, depth: int) -> list[str]:

@@ -23,7 +23,10 @@ MOST_STEPS = 500_000
 UNSET = "the script does not set"
 FLAG = re.compile(r"--[A-Za-z][\w-]*")
 # How lists of flags are spelled.
-_LISTS = re.compile(r"\$[@*]|\$\{?\w*(\[[@*]\]|(args?|flags?|opts?|options|extra)(\[[@*]\])?)\}?\"?$", re.IGNORECASE)
+_LISTS = re.compile(
+    r"\$[@*]|\$\{?\w*(\[[@*]\]|(args?|flags?|opts?|options|extra)(\[[@*]\])?)\}?\"?$|\$\((echo|printf)\b.*--[a-z]",
+    re.IGNORECASE,
+)
 # What starts the training in both projects.
 PROGRAM = re.compile(r"(^|/)train(_async)?\.py$")
 

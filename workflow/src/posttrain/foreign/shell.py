@@ -7,25 +7,34 @@ a condition is not known, both branches are followed and only what they agree on
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from posttrain.foreign.script import Budget, Given, Script, Word, merged, read_text, too_much
-from posttrain.foreign.shell_builtins import BUILTINS
+from posttrain.foreign.shell_assignments import assignments, declaration, unset
 from posttrain.foreign.shell_calls import Calls
+from posttrain.foreign.shell_commands import command, define, write
 from posttrain.foreign.shell_conditions import condition
-from posttrain.foreign.shell_declarations import declare, unset
-from posttrain.foreign.shell_flow import Flow, Loop
-from posttrain.foreign.shell_state import State, Variable, join
-from posttrain.foreign.shell_tree import Code, Ends, Misread, Unclear, check, parse, statements
-from posttrain.foreign.shell_variables import Variables
+from posttrain.foreign.shell_state import State, join
+from posttrain.foreign.shell_tree import Code, Ends, Misread, Unclear, check, document, parse, statements
 from posttrain.foreign.shell_words import Words
 
 _DEEPEST = 40
-MOST_SOURCES = 20
+# Rounds of a loop over known words; one with more is taken as one whose words are not known.
+_MOST_ROUNDS = 200
+# Rounds after which what a loop changes does not change any more.
+_SETTLES = 8
+_REDIRECTS = ("file_redirect", "heredoc_redirect", "herestring_redirect")
+# Files that can be written in any case.
+_WRITABLE = re.compile(r"/dev/(null|stdout|stderr|tty)|[012-]|[\w.-]+")
+
+_SIMPLE = {
+    "command": command, "variable_assignment": assignments, "variable_assignments": assignments,
+    "declaration_command": declaration, "unset_command": unset, "function_definition": define,
+}  # fmt: skip
 
 
 def read_shell(path: Path) -> Script:
@@ -42,21 +51,24 @@ def read_shell(path: Path) -> Script:
     calls = shell.calls.found
     if not calls and state and "train" not in text:
         arrays = [variable for name, variable in state.variables.items() if "ARGS" in name]
-        calls = [[word for variable in arrays for word in variable.values]]
+        calls = [[word for variable in arrays for word in variable.words]]
     script = merged(calls)
     return replace(script, unread=(*script.unread, *shell.unread))
 
 
-class Shell(Flow, Variables):
+class Shell:
     """What is found on the way: calls of the training, and what could not be read."""
 
     def __init__(self, folder: Path):
         self.folder, self.budget, self.calls = folder, Budget(), Calls(self)
         self.unread: list[Given] = []
+        # The states in which the shell, the function or a loop's body was left early.
         self.exits: list[State] = []
         self.returns: list[State] = []
-        self.loops: list[Loop] = []
-        self._depth = self._sourced = self.sources = 0
+        self.loops: list[list[State]] = []
+        # Names of files that the script may have written.
+        self.written: set[str] = set()
+        self.depth_of_calls = self.bodies = self.sources = self._depth = 0
         # Conditions in which a command may fail under `set -e`.
         self._guards = 0
 
@@ -87,86 +99,27 @@ class Shell(Flow, Variables):
     def evaluate(self, text: str, place: str, state: State) -> State | None:
         """Follow a text as a script of its own in the same shell."""
         file, _, line = place.rpartition(":")
-        self._deeper(1)
+        self.deeper(1)
         try:
             return self.program(parse(text, file, int(line)), state)
         finally:
-            self._depth -= 1
+            self.deeper(-1)
 
-    def inside(self, run: Callable[[State], State | None], state: State) -> State | None:
-        """Run something in a shell of its own, which ends where it exits."""
+    def apart(self, text: str, place: str, state: State) -> int | None:
+        """Follow a text in a shell of its own, and return its status."""
+        return self._inside(lambda start: self.evaluate(text, place, start), state.copy())
+
+    def _inside(self, run: Callable[[State], State | None], state: State) -> int | None:
+        """Run something in a shell of its own, of which only the status is kept."""
         saved = self.exits, self.returns, self.loops
         self.exits, self.returns, self.loops = [], [], []
-        result = run(state)
-        for ended in (*self.exits, *self.returns):
-            result = join(result, ended, "the shell may have ended")
+        after = run(state)
+        ends = {end.status for end in (after, *self.exits, *self.returns) if end}
         self.exits, self.returns, self.loops = saved
-        return result
+        return ends.pop() if len(ends) == 1 else None
 
-    def substitute(self, state: State, text: str, place: str) -> str | None:
-        """Return the output of a command substitution; None where it is not known."""
-        found = self.output_of(state, text, place)
-        return None if found is None else found.rstrip("\n")
-
-    def output_of(self, state: State, text: str, place: str) -> str | None:
-        """Return what commands write in a shell of their own."""
-        inner = state.copy()
-        inner.output = ""
-        found = self.inside(lambda start: self.evaluate(text, place, start), inner)
-        state.status = found.status if found else None
-        state.files = found.files if found else {}
-        return found.output if found else None
-
-    def source(self, words: Sequence[Word], state: State) -> State | None:
-        """Follow a script that lies beside this one, or that this one has written."""
-        word = words[0] if words else Word("", "")
-        self._sourced += 1
-        if self._sourced > MOST_SOURCES:
-            raise too_much(f"it sources more than {MOST_SOURCES} scripts")
-        text, file = self.script(word, state)
-        if text is None:
-            why = "it does not lie beside the script, so what it sets is not known"
-            self.unread.append(Given(f"source {word.text}", (), word.place, why))
-            state.status = None
-            if file:
-                state.lose(f"{word.place} sources what is not read")
-            return state
-        self.budget.spend(len(text))
-        saved, self.returns = self.returns, []
-        positional = state.positional
-        if len(words) > 1:
-            state.positional = list(words[1:])
-        self._deeper(4)
-        self.sources += 1
-        result = self.program(parse(text, file), state)
-        self._depth -= 4
-        self.sources -= 1
-        for ended in self.returns:
-            result = join(result, ended, f"{file} may return earlier")
-        self.returns = saved
-        if result and len(words) > 1:
-            result.positional = positional
-        return result
-
-    def script(self, word: Word, state: State) -> tuple[str | None, str]:
-        """Return the text and the name of a script that a word names.
-
-        Where there is no text, the name says whether there may be such a script nevertheless.
-        """
-        name = os.path.normpath(word.text)
-        if not word.why and (written := state.files.get(name)) is not None:
-            return written, name
-        # Of a path that is not known, what follows the last expansion is looked for.
-        tail = re.split(r"[)}`\"]|\$\w+", word.text)[-1].lstrip("/") if word.why else word.text
-        path = self.folder / tail
-        is_inside = path.resolve().is_relative_to(self.folder.resolve())
-        if is_inside and path.is_file() and "moved" not in state.options and name not in state.files:
-            return read_text(path), str(path.relative_to(self.folder))
-        is_tracked = "moved" in state.options or name in state.files
-        is_missing = is_inside and not word.why and not path.exists() and not is_tracked
-        return None, "" if is_missing else name
-
-    def _deeper(self, steps: int) -> None:
+    def deeper(self, steps: int) -> None:
+        """Count how deep the interpreter is."""
         self._depth += steps
         if self._depth > _DEEPEST:
             raise too_much(f"it nests more than {_DEEPEST} deep")
@@ -176,13 +129,14 @@ class Shell(Flow, Variables):
     def statement(self, code: Code, state: State, is_background: bool = False) -> State | None:
         """Follow one statement."""
         if is_background:
-            inner = self.inside(lambda start: self.statement(code, start), state.copy())
-            state.files |= dict.fromkeys(inner.files) if inner else {}
-            state.status, state.output = 0, None if state.output is None or not inner else state.output
+            self._inside(lambda start: self.statement(code, start), state.copy())
+            state.status = 0
             return state
         self.budget.spend(20 + len(state.variables) // 4)
-        self._deeper(1)
+        self.deeper(1)
         try:
+            if code.type in _SIMPLE:
+                return _SIMPLE[code.type](self, code, state)
             follow = getattr(self, f"_{code.type}", None)
             if follow is None:
                 raise Unclear(f"{code.type} is not followed")
@@ -196,7 +150,7 @@ class Shell(Flow, Variables):
             state.lose(why)
             return state
         finally:
-            self._depth -= 1
+            self.deeper(-1)
 
     def run(self, parts: Sequence[Code], state: State | None) -> State | None:
         """Follow statements one after the other."""
@@ -206,16 +160,16 @@ class Shell(Flow, Variables):
             state = self.statement(part, state, is_background)
         return state
 
-    def checked(self, state: State | None) -> State | None:
+    def checked(self, state: State) -> State | None:
         """End the shell where a command has failed under `set -e`."""
-        if state and "errexit" in state.options and not self._guards:
+        if "errexit" in state.options and "unclear" not in state.options and not self._guards:
             if state.status:
                 self.exits.append(state)
                 return None
             state.status = 0
         return state
 
-    def guarded(self, parts: Sequence[Code], state: State) -> State | None:
+    def _guarded(self, parts: Sequence[Code], state: State) -> State | None:
         """Follow a condition, in which nothing ends the shell by failing."""
         self._guards += 1
         try:
@@ -223,122 +177,214 @@ class Shell(Flow, Variables):
         finally:
             self._guards -= 1
 
-    def _command(self, code: Code, state: State) -> State | None:
-        expand = self.words(state, code.place)
-        prefix: list[Code] = []
-        texts, stdin = [], state.stdin
-        end = code.node.start_byte
-        for part in code.parts:
-            if "\n" in code.between(end, part.node.start_byte).replace("\\\n", ""):
-                # The grammar takes assignments on a line of their own for those of the next line's command.
-                for assignment in prefix:
-                    self.assign_text(assignment, state)
-                prefix = []
-            end = part.node.end_byte
-            if part.type == "variable_assignment":
-                prefix.append(part)
-            elif part.type == "herestring_redirect":
-                state.stdin = self.herestring(part, state)
-            elif part.type.endswith("redirect"):
-                raise Unclear("a redirection before the command is not followed")
-            else:
-                texts.append(part.text)
-        if alias := state.files.get(f"alias {texts[0]}" if texts else ""):
-            return self.evaluate(" ".join([alias, *texts[1:]]), code.place, state)
-        words = [word for text in texts for word in expand.fields(text)]
-        saved = {part.parts[0].text: state.variables.get(part.parts[0].text) for part in prefix}
-        for part in prefix:
-            self.assign_text(part, state)
-            name = part.parts[0].text
-            if name in state.variables:
-                found = state.variables[name]
-                state.variables[name] = replace(found, attributes=found.attributes | {"x"})
-        result = self.checked(self.call(words, state, code))
-        if result and any(part.type == "herestring_redirect" for part in code.parts):
-            result.stdin = stdin
-        if result and words:
-            for name, variable in saved.items():
-                restore(result, name, variable)
-        return result
+    def _list(self, code: Code, state: State) -> State | None:
+        left, operator, right = code.parts
+        before = self._guarded([left], state)
+        if before is None or (before.status is not None and bool(before.status) is (operator.type == "&&")):
+            return before
+        if before.status is not None:
+            return self.statement(right, before)
+        after = self.statement(right, before.copy())
+        if operator.type == "||" and after is None:
+            before.status = 0
+        return join(after, before, f"it depends on the command before {operator.type} in line {operator.line}")
 
-    def call(self, words: Sequence[Word], state: State, code: Code) -> State | None:
-        """Follow a command by its words: a function, a builtin, or a program that is not run."""
-        if not words:
-            return state
-        name = words[0].text
-        if words[0].why:
-            if state.is_default(name.strip('${}"')):
-                return join(self.call(words[1:], state.copy(), code), state, words[0].why)
-            self.calls.launched(words, state)
-            if "/" not in re.split(r"[})]|\$\w+", name)[-1]:
-                raise Unclear(f"which command {name} is, is not known")
-        elif name in state.functions:
-            body = state.functions[name]
-            if body is None:
-                raise Unclear(f"what {name} does is not known")
-            return self._function(body, words[1:], state)
-        elif name in BUILTINS:
-            return BUILTINS[name](self, state, words, code)
-        else:
-            self.calls.launched(words, state)
-        # A program may write the files that it is given.
-        state.files |= {os.path.normpath(word.text): None for word in words[1:] if word.text[:1] != "-"}
-        state.status = state.output = state.stdin = None
-        return state
+    def _negated_command(self, code: Code, state: State) -> State | None:
+        after = self._guarded(code.parts[1:], state)
+        if after and after.status is not None:
+            after.status = int(not after.status)
+        return after
 
-    def _function(self, body: Code, given: Sequence[Word], state: State) -> State | None:
-        saved = state.positional, self.returns, self.loops
-        state.positional, self.returns, self.loops = list(given), [], []
-        state.locals.append({})
-        self._deeper(3)
-        result = self.statement(body, state)
-        self._depth -= 3
-        for ended in self.returns:
-            result = join(result, ended, f"the function in line {body.line} may return earlier")
-        positional, self.returns, self.loops = saved
-        if result:
-            result.positional = positional
-            for name, variable in result.locals.pop().items():
-                restore(result, name, variable)
-        return result
-
-    def _function_definition(self, code: Code, state: State) -> State | None:
-        name = next(part.text for part in code.parts if part.type == "word")
-        state.functions[name] = code.parts[-1] if not code.parts[-1].type.endswith("redirect") else None
-        state.status = 0
-        return state
-
-    # ---- assignments ----
-
-    def _variable_assignment(self, code: Code, state: State) -> State | None:
-        return self._assignments([code], state)
-
-    def _variable_assignments(self, code: Code, state: State) -> State | None:
-        return self._assignments(code.parts, state)
-
-    def _assignments(self, parts: Sequence[Code], state: State) -> State | None:
-        for part in parts:
-            self.assign_text(part, state)
-        if not any(re.search(r"\$\((?!\()|`", part.text) for part in parts):
-            state.status = 0
-        return self.checked(state)
-
-    def _declaration_command(self, code: Code, state: State) -> State | None:
-        return declare(self, code, state)
-
-    def _unset_command(self, code: Code, state: State) -> State | None:
-        return unset(self, code, state)
+    def _compound_statement(self, code: Code, state: State) -> State | None:
+        if code.text.startswith("(("):
+            return self._test_command(code, state)
+        return self.run(code.parts[1:-1], state)
 
     def _test_command(self, code: Code, state: State) -> State | None:
+        words = self.words(state, code.place)
         if code.text.startswith("(("):
-            return self._arithmetic_command(code, state)
-        state.status = condition(self.words(state, code.place), code.text)
+            found = words.arithmetic(code.text[2:-2])
+            state.status = None if found is None else int(not found)
+        else:
+            state.status = condition(words, code)
         return self.checked(state)
 
+    def _do_group(self, code: Code, state: State) -> State | None:
+        return self.run(code.parts[1:-1], state)
 
-def restore(state: State, name: str, variable: Variable | None) -> None:
-    """Set a variable to what it was; None: it was not there."""
-    if variable is None:
-        state.variables.pop(name, None)
-    else:
-        state.variables[name] = variable
+    def _subshell(self, code: Code, state: State) -> State | None:
+        state.status = self._inside(lambda start: self.run(code.parts[1:-1], start), state.copy())
+        return self.checked(state)
+
+    def _pipeline(self, code: Code, state: State) -> State | None:
+        parts = [part for part in code.parts if part.node.is_named]
+        statuses = [self._inside(partial(self._guarded, [part]), state.copy()) for part in parts]
+        state.status = statuses[-1]
+        if state.options & {"pipefail", "unclear"}:
+            failed = [status for status in statuses if status != 0]
+            state.status = failed[-1] if failed and None not in failed else (None if failed else 0)
+        return self.checked(state)
+
+    # ---- branches ----
+
+    def _if_statement(self, code: Code, state: State) -> State | None:
+        return self._branches(code, code.parts, state)
+
+    def _branches(self, code: Code, parts: Sequence[Code], state: State) -> State | None:
+        kinds = [part.type for part in parts]
+        then = kinds.index("then")
+        end = next((at for at, kind in enumerate(kinds) if kind in ("elif_clause", "else_clause", "fi")), len(parts))
+        tested = self._guarded(parts[1:then], state)
+        if tested is None:
+            return None
+        if tested.status == 0:
+            return self.run(parts[then + 1 : end], tested)
+        rest: State | None = tested.copy() if tested.status is None else tested
+        after = self.run(parts[then + 1 : end], tested) if tested.status is None else None
+        clause = parts[end] if end < len(parts) and kinds[end] != "fi" else None
+        if clause is None:
+            assert rest
+            rest.status = 0
+        elif clause.type == "elif_clause":
+            self.deeper(1)
+            rest = self._branches(code, [*clause.parts, *parts[end + 1 :]], rest or tested)
+            self.deeper(-1)
+        else:
+            rest = self.run(clause.parts[1:], rest)
+        return join(after, rest, f"it depends on the branch in line {code.line}")
+
+    def _case_statement(self, code: Code, state: State) -> State | None:
+        words, why = self.words(state, code.place), f"it depends on the case in line {code.line}"
+        value = words.joined(code.parts[1].text)
+        result, rest = None, state
+        for item in (part for part in code.parts if part.type == "case_item"):
+            end = next(at for at, part in enumerate(item.parts) if part.type == ")")
+            if any(part.type in (";&", ";;&") for part in item.parts):
+                raise Unclear("cases that go on with the next are not followed")
+            first = 1 if item.parts[0].type == "(" else 0
+            patterns = [part.text for part in item.parts[first:end] if part.type != "|"]
+            fits = {True if text == "*" else words.fits(value, text) for text in patterns}
+            if fits == {False}:
+                continue
+            taken = rest.copy()
+            taken.status = 0
+            branch = self.run([part for part in item.parts[end + 1 :] if part.type != ";;"], taken)
+            result = join(result, branch, why)
+            if True in fits:
+                return result
+        rest.status = 0
+        return join(result, rest, why)
+
+    # ---- loops ----
+
+    def _for_statement(self, code: Code, state: State) -> State | None:
+        if code.parts[0].type != "for":
+            raise Unclear("select asks")
+        name, body = code.parts[1].text, code.parts[-1]
+        texts = [part.text for part in code.parts[3:-1] if part.node.is_named]
+        expand = self.words(state, code.place)
+        words = [word for text in (texts if code.parts[2].type == "in" else ['"$@"']) for word in expand.fields(text)]
+        state.status = 0
+        if len(words) <= _MOST_ROUNDS and not any(word.why for word in words):
+            start, left = state.copy(), False
+            current: State | None = state
+            for word in words:
+                if current is None or left:
+                    break
+                current.assign(name, word)
+                self.loops.append([])
+                current = self.statement(body, current)
+                left = bool(self.loops.pop())
+            if not left:
+                return current
+            state = start
+        why = f"it depends on the loop in line {code.line}"
+
+        def next_word(before: State) -> State:
+            before.assign(name, Word(f"${name}", code.place, why))
+            return before
+
+        return self._settled(next_word, body, state, why)
+
+    def _while_statement(self, code: Code, state: State) -> State | None:
+        why = f"it depends on the loop in line {code.line}"
+        return self._settled(lambda start: self._guarded(code.parts[1:-1], start), code.parts[-1], state, why)
+
+    def _c_style_for_statement(self, code: Code, state: State) -> State | None:
+        head = code.between(code.node.start_byte, code.parts[-1].node.start_byte)
+        why = f"it depends on the loop in line {code.line}"
+
+        def count(before: State) -> State:
+            for name in re.findall(r"[A-Za-z_]\w*", head):
+                before.forget(name, why)
+            return before
+
+        return self._settled(count, code.parts[-1], state, why)
+
+    def _settled(self, test: Callable[[State], State | None], body: Code, state: State, why: str) -> State | None:
+        """Follow a loop of an unknown number of rounds, until no round changes what is known before it."""
+        for _ in range(_SETTLES):
+            tested = test(state.copy())
+            self.loops.append([])
+            after = self.statement(body, tested.copy()) if tested else None
+            merged = state.copy()
+            for end in (tested, after, *self.loops.pop()):
+                merged = join(merged, end, why, True) or merged
+            merged.status = None
+            if merged == state:
+                return state
+            state = merged
+        state.lose(why)
+        return state
+
+    # ---- redirections ----
+
+    def _redirected_statement(self, code: Code, state: State) -> State | None:
+        redirects = [part for part in code.parts if part.type in _REDIRECTS]
+        # What stands behind the beginning of a here-document is a part of it in the tree.
+        redirects += [inner for part in redirects for inner in part.parts if inner.type in _REDIRECTS]
+        body = [part for part in code.parts if part.type not in _REDIRECTS]
+        before = state.copy()
+        is_sure = [self._redirect(part, state) for part in redirects]
+        for part in redirects:
+            if part.type != "file_redirect" and body and body[0].type == "command":
+                self.calls.fed(body[0], part)
+        behind = [child for part in redirects for child in _behind(part)]
+        if behind:
+            for part in (*body, *behind):
+                self._inside(partial(self.run, [part]), state.copy())
+            state.status = None
+            return state
+        after = self.statement(body[0], state) if body else state
+        if after is None or all(is_sure):
+            return after
+        return join(after, before, f"it depends on the file that line {code.line} opens")
+
+    def _redirect(self, part: Code, state: State) -> bool:
+        """Note what a redirection writes, and tell whether it can be done in any case."""
+        words = self.words(state, part.place)
+        if part.type == "heredoc_redirect":
+            kinds = {child.type: child for child in part.parts}
+            if not re.search(r"""["'\\]""", kinds["heredoc_start"].text):
+                words.joined(part.between(*document(kinds["heredoc_start"])), True)
+            return True
+        name = re.sub(r"^\d*(<<<|&>>|&>|>>|>\||>&|<&|<>|>|<)\s*", "", part.text)
+        word = words.joined(name) if not name.startswith((">(", "<(")) else Word("-", part.place)
+        if part.type == "herestring_redirect" or word.text == "-":
+            return True
+        is_input = re.match(r"\d*<(?!>)", part.text) and word.text != "/dev/null"
+        if not is_input:
+            write(self, word)
+        return not (is_input or word.why) and bool(_WRITABLE.fullmatch(word.text))
+
+
+def _behind(redirect: Code) -> list[Code]:
+    """Return the pipeline that a here-document's command is the first part of; the tree has it in the redirection."""
+    named = [part for part in redirect.parts if part.node.is_named and redirect.type == "heredoc_redirect"]
+    parts = {"heredoc_start", "heredoc_body", "heredoc_end", "file_descriptor", *_REDIRECTS}
+    found = [part for part in named if part.type not in parts]
+    pipes = [part for part in found if part.type == "pipeline"]
+    commands = [part for pipe in pipes for part in pipe.parts if part.node.is_named]
+    if found != pipes or any(part.type != "command" for part in commands):
+        raise Unclear("what stands behind the beginning of a here-document is not followed")
+    return commands

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from posttrain.foreign.script import FLAG, PROGRAM, Word
+from posttrain.foreign.shell_commands import script
 from posttrain.foreign.shell_state import State
-from posttrain.foreign.shell_tree import Misread, parse
+from posttrain.foreign.shell_tree import Code
 
 if TYPE_CHECKING:
     from posttrain.foreign.shell import Shell
@@ -77,12 +78,11 @@ class Calls:
                 return
         if (name in _SHELLS and len(words) > 1) or name.endswith(".sh"):
             at = 1 if name in _SHELLS else 0
-            content, _ = self._shell.script(words[at], state)
+            content, _ = script(self._shell, words[at], state)
             if content is not None:
                 self._script(Word(content, words[at].place), words[at:], state)
-            return
-        if name in _SHELLS and len(words) == 1 and state.stdin is not None:
-            self._script(Word("".join(state.stdin), words[0].place), (), state)
+            elif words[at].text.rpartition("/")[2] in self._shell.written:
+                self.unclear("train.py", *self._where(words[0]), f"what {words[at].text} starts is not known")
             return
         if name in _SHELLS and len(words) == 1:
             self.unclear("train.py", *self._where(words[0]), "the script that is given is not known")
@@ -93,6 +93,12 @@ class Calls:
             if not re.search(r"\w\.py$", first.text) and re.search(r"[\"})$]\w*$", first.text):
                 why = f"whether {first.text} is the training is not known"
                 self.add([_as_unknown(word, why) for word in words[1:]])
+
+    def fed(self, command: Code, text: Code) -> None:
+        """Name the flags of a text that a command reads, which may be a script."""
+        name = command.text.split()[0].rpartition("/")[2]
+        if name in _SHELLS or name in _STARTERS or _PYTHON.match(name):
+            self.unclear(text.text, text.file, text.line, f"what {name} reads is not followed")
 
     def _where(self, word: Word) -> tuple[str, int]:
         file, _, line = word.place.rpartition(":")
@@ -119,17 +125,11 @@ class Calls:
             self.unclear(text.text + " train.py", file, line, text.why)
             return
         inner = State(
-            {name: variable for name, variable in state.variables.items() if "x" in variable.attributes},
-            positional=list(given[1:]),
-            lost=state.lost,
-            stdin=None,
+            {name: variable for name, variable in state.variables.items() if "x" in variable.marks}, lost=state.lost
         )
+        inner.assign_array("@", given[1:], False, any(word.why for word in given))
         before = len(self.found)
-        try:
-            parse(text.text, file, line)
-            self._shell.inside(lambda start: self._shell.evaluate(text.text, text.place, start), inner)
-        except Misread as error:
-            self.unclear(text.text, file, line, str(error))
+        self._shell.apart(text.text, text.place, inner)
         if more and len(self.found) > before:
             self.found[-1] += more
 

@@ -1,4 +1,4 @@
-"""What is known while a bash script is read: variables, options, and the join of two branches.
+"""What is known while a bash script is read: variables, functions, options, and the join of two branches.
 
 A value is a `Word`: its text, or the reason why it is not known. Of two branches of which either may be taken, a
 variable keeps the value that both have and is unknown otherwise.
@@ -6,11 +6,11 @@ variable keeps the value that both have and is unknown otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from posttrain.foreign.script import FLAG, UNSET, Word
+from posttrain.foreign.shell_tree import Code, Unclear
 
 # Variables that bash or the environment sets: a default says nothing about them.
 _AMBIENT = {
@@ -19,6 +19,8 @@ _AMBIENT = {
     *("OPTIND", "OSTYPE", "HOSTTYPE", "MACHTYPE", "SHLVL", "SHELLOPTS", "IFS", "DIRSTACK", "MAPFILE", "EPOCHSECONDS"),
     *("EPOCHREALTIME", "COLUMNS", "LINES", "PS4", "_"),
 }
+# Variables whose value bash changes when it is read or set.
+_COMPUTED = {"RANDOM", "SRANDOM", "SECONDS", "LINENO", "UID", "EUID", "GROUPS", "FUNCNAME", "DIRSTACK", "_"}
 
 
 @dataclass(frozen=True)
@@ -26,26 +28,17 @@ class Variable:
     """A variable of bash.
 
     Args:
-        items: Its values by index or key; a scalar has index 0, one that is unset has none.
+        words: Its items; a scalar has one, a variable that is unset has none.
         is_array: Whether it is an array.
-        attributes: Letters of `declare`.
+        marks: "x": exported. "r": read-only. "open": more or fewer items may be there. "special": declared with an
+            attribute that changes its values, so none of them is known.
         why: Why neither its items nor their number are known.
     """
 
-    items: Mapping[Any, Word] = field(default_factory=dict)
+    words: tuple[Word, ...] = ()
     is_array: bool = False
-    attributes: frozenset[str] = frozenset()
+    marks: frozenset[str] = frozenset()
     why: str = ""
-
-    @property
-    def values(self) -> list[Word]:
-        """The items in bash's order."""
-        return [self.items[key] for key in sorted(self.items, key=lambda key: (isinstance(key, str), key))]
-
-
-def unknown(why: str) -> Variable:
-    """Return a variable of which nothing is known."""
-    return Variable(why=why)
 
 
 @dataclass
@@ -53,71 +46,88 @@ class State:
     """Everything that a statement may change.
 
     Args:
-        variables: By name.
+        variables: By name. "@" has the arguments; "2 X" is what X of the second function's locals hides.
         functions: Name -> its body; None where it is not known.
-        positional: `$1` and so on; None where they are not known.
-        options: Of `set` and `shopt`.
+        options: Of `set`; "moved" after `cd`, "unclear" where branches differ.
         status: Of the last command; None where it is not known.
-        output: What a command substitution has written; None where it is not known.
-        stdin: The lines that `read` gets; None where they are not known.
         lost: Why a variable that has no value here may have any; "" where it is the environment's.
-        files: Name -> text of each file that the script has written; None where that is not known.
-        locals: For each function that runs, what its local variables hide; None: nothing.
     """
 
-    variables: dict[str, Variable] = field(default_factory=dict)
-    functions: dict[str, Any] = field(default_factory=dict)
-    positional: list[Word] | None = field(default_factory=list)
+    variables: dict[str, Variable] = field(default_factory=lambda: {"@": Variable(is_array=True)})
+    functions: dict[str, Code | None] = field(default_factory=dict)
     options: frozenset[str] = frozenset()
     status: int | None = 0
-    output: str | None = ""
-    stdin: tuple[str, ...] | None = None
     lost: str = ""
-    files: dict[str, str | None] = field(default_factory=dict)
-    locals: list[dict[str, Variable | None]] = field(default_factory=list)
 
     def copy(self) -> State:
         """Return a state that can be changed by itself."""
-        return replace(
-            self,
-            variables=dict(self.variables),
-            functions=dict(self.functions),
-            files=dict(self.files),
-            locals=[dict(hidden) for hidden in self.locals],
-        )
+        return replace(self, variables=dict(self.variables), functions=dict(self.functions))
 
     def get(self, name: str) -> Variable:
-        """Return a variable, following references to others (`declare -n`)."""
-        name = self.target(name)
+        """Return a variable."""
         if name in self.variables:
             return self.variables[name]
         if name in _AMBIENT or name.startswith("BASH"):
-            return unknown(f"{name} is known only when the script runs")
-        return unknown(self.lost or f"{UNSET} {name}")
-
-    def target(self, name: str) -> str:
-        """Return the name that a name refers to."""
-        for _ in range(4):
-            found = self.variables.get(name)
-            if found is None or "n" not in found.attributes or not found.items:
-                break
-            name = found.items[0].text
-        return name
+            return Variable(why=f"{name} is known only when the script runs")
+        return Variable(why=self.lost or f"{UNSET} {name}")
 
     def is_default(self, name: str) -> bool:
         """Tell whether nothing but the environment could give a variable a value."""
         return self.get(name).why == f"{UNSET} {name}"
 
-    def write(self, text: str | None) -> None:
-        """Add to the output."""
-        self.output = None if text is None or self.output is None else self.output + text
+    def assign(self, name: str, word: Word, is_more: bool = False) -> None:
+        """Set a variable to one word, or add to it."""
+        old = self._writable(name)
+        first = old.words[0] if old.words else Word("", word.place)
+        if name in _COMPUTED or "special" in old.marks or (old.is_array and (old.why or "open" in old.marks)):
+            self.forget(name, f"what {name} holds then is not known")
+            return
+        if is_more:
+            reason = word.why or first.why or ("" if self.is_default(name) else old.why)
+            if reason:
+                self.forget(name, reason)
+                return
+            word = replace(word, text=first.text + word.text)
+        self.variables[name] = Variable((word, *old.words[1:]), old.is_array, old.marks)
+
+    def assign_item(self, name: str, index: int | None, word: Word) -> None:
+        """Set one item of an array."""
+        old = self._writable(name)
+        items = [] if self.is_default(name) else list(old.words)
+        is_unknown = (old.why and not self.is_default(name)) or old.marks & {"open", "special"}
+        if index is None or is_unknown or not 0 <= index <= len(items):
+            self.forget(name, f"{word.place} sets one of its elements")
+        else:
+            items[index : index + 1] = [word]
+            self.variables[name] = replace(old, words=tuple(items), is_array=True, why="")
+
+    def assign_array(self, name: str, words: Sequence[Word], is_more: bool, is_open: bool) -> None:
+        """Set an array, or add to it; it is open where not all words need be there."""
+        old = self._writable(name)
+        if "special" in old.marks or (is_more and old.why and not self.is_default(name)):
+            self.forget(name, old.why or f"what {name} holds then is not known")
+            return
+        kept = old.words if is_more and not old.why else ()
+        marks = old.marks if is_more else old.marks - {"open"}
+        marks |= {"open"} if is_open or any(word.is_list for word in words) else set()
+        self.variables[name] = Variable((*kept, *words), True, marks)
+
+    def _writable(self, name: str) -> Variable:
+        old = self.get(name)
+        if "r" in old.marks:
+            raise Unclear(f"{name} is read-only")
+        return old
+
+    def forget(self, name: str, why: str) -> None:
+        """Know nothing more of a variable."""
+        old = self.get(name)
+        self.variables[name] = Variable((), old.is_array, old.marks, why)
 
     def lose(self, why: str) -> None:
         """Know nothing of any variable."""
-        self.variables, self.lost, self.positional = {}, why, None
+        self.variables = {name: Variable(why=why) for name in self.variables if " " in name}
         self.functions = dict.fromkeys(self.functions)
-        self.locals = [{name: unknown(why) for name in hidden} for hidden in self.locals]
-        self.status = self.output = self.stdin = None
+        self.lost, self.status = why, None
 
 
 def join(one: State | None, other: State | None, why: str, is_loop: bool = False) -> State | None:
@@ -132,35 +142,25 @@ def join(one: State | None, other: State | None, why: str, is_loop: bool = False
     if one is None or other is None:
         return one or other
     names = one.variables.keys() | other.variables.keys()
+    functions = one.functions.keys() | other.functions.keys()
     return State(
+        {name: _join_variables(one.get(name), other.get(name), why, is_loop) for name in names},
         {
-            name: _join_variables(one.get(name), other.get(name), why, is_loop)
-            if one.variables.get(name) != other.variables.get(name)
-            else one.variables[name]
-            for name in names
+            name: one.functions.get(name) if one.functions.get(name) == other.functions.get(name) else None
+            for name in functions
         },
-        {
-            name: one.functions.get(name) if one.functions.get(name) is other.functions.get(name) else None
-            for name in one.functions.keys() | other.functions.keys()
-        },
-        one.positional if one.positional == other.positional else None,
-        one.options & other.options | ({"unclear"} if one.options != other.options else set()),
+        one.options | other.options | ({"unclear"} if one.options != other.options else set()),
         one.status if one.status == other.status else None,
-        one.output if one.output == other.output else None,
-        one.stdin if one.stdin == other.stdin else None,
         one.lost or other.lost,
-        {
-            name: one.files.get(name) if one.files.get(name) == other.files.get(name) else None
-            for name in one.files.keys() | other.files.keys()
-        },
-        [_join_locals(mine, theirs, why) for mine, theirs in zip(one.locals, other.locals, strict=True)],
     )
 
 
 def _join_variables(one: Variable, other: Variable, why: str, is_loop: bool) -> Variable:
-    attributes = one.attributes | other.attributes
-    if one.is_array and other.is_array and not is_loop and not (attributes & {"A", "i"} or one.why or other.why):
-        mine, theirs = one.values, other.values
+    if one == other:
+        return one
+    marks = one.marks | other.marks
+    if one.is_array and other.is_array and not (is_loop or one.why or other.why):
+        mine, theirs = one.words, other.words
         shared = 0
         while shared < min(len(mine), len(theirs)) and mine[shared] == theirs[shared]:
             shared += 1
@@ -169,16 +169,7 @@ def _join_variables(one: Variable, other: Variable, why: str, is_loop: bool) -> 
             shared -= 1
         rest = [replace(word, why=word.why or why) for word in (*mine[shared:], *theirs[shared:])]
         # Which item has which index is not known any more, and nor is how many there are.
-        return Variable(dict(enumerate([*mine[:shared], *rest])), True, attributes | {"?"})
+        return Variable((*mine[:shared], *rest), True, marks | {"open"})
     # What is set in one branch alone may have a value: a default says nothing about it.
     reasons = [side.why for side in (one, other) if side.why and not side.why.startswith(UNSET)]
-    return replace(unknown(next(iter(reasons), why)), attributes=attributes)
-
-
-def _join_locals(
-    one: dict[str, Variable | None], other: dict[str, Variable | None], why: str
-) -> dict[str, Variable | None]:
-    return {
-        name: one[name] if name in one and name in other and one[name] == other[name] else unknown(why)
-        for name in one.keys() | other.keys()
-    }
+    return Variable((), one.is_array or other.is_array, marks, next(iter(reasons), why))

@@ -18,6 +18,8 @@ from posttrain.foreign.script import too_much
 
 # Launch scripts nest five or six deep; the parser's time grows with the square of it.
 MOST_NESTED = 60
+# Here-documents and what is expanded in them: the parser's time grows with the square of their number.
+_MOST_OF = {"$": 5000, "`": 5000, "<<": 500}
 _MOST_MASKS = 5
 _LANGUAGE = tree_sitter.Language(tree_sitter_bash.language())
 _ONE_LINE = {"command", "declaration_command", "unset_command", "redirected_statement", "file_redirect"}
@@ -90,13 +92,16 @@ def parse(text: str, file: str, first_line: int = 1) -> Code:
     """Return the tree of a script.
 
     Raises:
-        ConfigError: It nests deeper than launch scripts do.
+        ConfigError: It nests deeper, or has more of something, than launch scripts do.
     """
     depth = 0
     for bracket in re.findall(r"[()\[\]{}]", text):
         depth = depth + 1 if bracket in "([{" else max(0, depth - 1)
         if depth > MOST_NESTED:
             raise too_much(f"it nests more than {MOST_NESTED} deep")
+    for mark, most in _MOST_OF.items():
+        if text.count(mark) > most:
+            raise too_much(f"it has more than {most} {mark}")
     source = text.encode() + b"\n"
     code = Code(tree_sitter.Parser(_LANGUAGE).parse(source).root_node, source, file, first_line)
     masked = bytearray(source)
