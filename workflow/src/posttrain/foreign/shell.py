@@ -28,6 +28,10 @@ _MOST_ROUNDS = 200
 # Rounds after which what a loop changes does not change any more.
 _SETTLES = 8
 _REDIRECTS = ("file_redirect", "heredoc_redirect", "herestring_redirect")
+# Names that the head of `for ((i = 0; i < N; i++))` sets.
+_SET_IN_HEAD = re.compile(
+    r"([A-Za-z_]\w*)(?:\[[^\]]*\])?\s*(?:(?:[-+*/%&|^]|<<|>>)?=(?!=)|\+\+|--)|(?:\+\+|--)\s*([A-Za-z_]\w*)"
+)
 # Files that can be written in any case.
 _WRITABLE = re.compile(r"/dev/(null|stdout|stderr|tty)|[012-]|[\w.-]+")
 
@@ -315,8 +319,8 @@ class Shell:
         why = f"it depends on the loop in line {code.line}"
 
         def count(before: State) -> State:
-            for name in re.findall(r"[A-Za-z_]\w*", head):
-                before.forget(name, why)
+            for name, stepped in _SET_IN_HEAD.findall(head):
+                before.forget(name or stepped, why)
             return before
 
         return self._settled(count, code.parts[-1], state, why)
