@@ -39,7 +39,7 @@ def test_nothing_of_a_folders_name_is_executed_or_lost(clone: Path, tmp_path: Pa
     run("resolve_config", "download_dataset", "gc")
     (resolved,) = clone.glob("results/*/config.resolved.yaml")
     assert (resolved.parent / "experiment.yaml").exists()
-    (dataset,) = clone.glob("resources/datasets/sort_digits-????????-v2")
+    (dataset,) = clone.glob("resources/datasets/sort_digits-????????-v3")
     assert len((dataset / "heldout.jsonl").read_text().splitlines()) == FAST["data.num_heldout_prompts"]
     assert [path for path in tmp_path.rglob("*pwn*") if path.name != HOSTILE] == []
     assert [path.name for path in tmp_path.iterdir()] == [HOSTILE]
