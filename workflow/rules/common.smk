@@ -247,6 +247,14 @@ def until_made(product, path):
     return before_update(ancient(path)) if product.exists() and path.exists() else path
 
 
+EXPORT_CHECKED = receipt_of(PATHS.export_check)
+
+
+def checked_before(when, result):
+    """Return the check of the export, which everything that measures the trained model waits for."""
+    return until_made(result, EXPORT_CHECKED) if when == "after" else []
+
+
 wildcard_constraints:
     part=r"\d+",
     node=r"[A-Za-z0-9._-]+",

@@ -10,12 +10,6 @@ EVALUATED = {"before": PATHS.hf_patched, "after": PATHS.hf_export}
 if evaluates_fp8(CFG):
     EVALUATED = {"before": PATHS.rollout_fp8, "after": PATHS.export_fp8}
 IN_FP8 = ", in FP8" if evaluates_fp8(CFG) else ""
-EXPORT_CHECKED = receipt_of(PATHS.export_check)
-
-
-def checked_before(when, result):
-    """Return the check of the export, for which what measures the trained model waits."""
-    return until_made(result, EXPORT_CHECKED) if when == "after" else []
 
 
 rule evaluate:
