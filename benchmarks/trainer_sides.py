@@ -103,7 +103,6 @@ def main() -> None:
     """Serve updates until the standard input ends."""
     task = Task(**json.loads(sys.argv[1]))
     task = dataclasses.replace(task, lengths=tuple(task.lengths))
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "hf"
@@ -151,7 +150,7 @@ def serve_ours(task: Task, source: Path, tensors: dict[str, torch.Tensor], answe
         "trainer": {
             "max_tokens_per_gpu": task.micro_batch,
             "recompute_granularity": "full" if task.checkpointing else "none",
-            "num_threads": int(os.environ["OMP_NUM_THREADS"]),
+            "num_threads": torch.get_num_threads(),
         },
         "training": {"global_batch_size": len(task.lengths)},
         "algorithm": {"loss_aggregation": "token_mean"},

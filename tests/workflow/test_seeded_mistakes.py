@@ -233,7 +233,7 @@ SEVERAL: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "capacities": (
         glm5("site.shared_disk_gb=1 site.local_disk_gb=1 site.host_memory_gib=1"),
-        ("site.shared_disk_gb", "site.local_disk_gb", "site.host_memory_gib"),
+        ("site.shared_disk_gb", "site.local_disk_gb", "site.host_memory_gib", "export.check"),
     ),
 }
 BY_SNAKEMAKE = (
