@@ -47,6 +47,12 @@ HARMLESS = ("json.load", "json.loads", "OmegaConf.load", "dist.recv", "tl.load")
 # Call -> what holds it safe.
 PLACES = {
     ("config/command_line.py", "yaml.load"): "BaseLoader makes texts, lists and mappings only",
+    ("config/strict_yaml.py", "load"): "yaml.safe_load, or OmegaConf's loader, which makes no objects either",
+    ("evaluation/export_check.py", "load"): "of evaluation/layerwise.py",
+    (
+        "evaluation/layerwise.py",
+        "AutoModelForCausalLM.from_pretrained",
+    ): "trust_remote_code is off; we export safetensors",
     ("checkpoint/formats/torch_dist_format.py", "FormatUnpickler(file).load"): "the list of the format's classes",
     ("checkpoint/formats/torch_dist_format.py", "torch.load"): "weights_only",
     ("rehearsal/disk.py", "FormatUnpickler(file).load"): "the list of the format's classes",

@@ -124,7 +124,7 @@ def typed(value: Any, kind: Any) -> Any:
     """
     if kind == list[str]:
         items = value if isinstance(value, list) else [value]
-        return [typed(item, str) for item in items]
+        return [str(item) if _is_whole(item) else typed(item, str) for item in items]
     if is_misread_text(value, kind):
         raise ValidationError(f"{value!r} is no text")
     if kind is bool and isinstance(value, int) and value not in (0, 1):
@@ -135,8 +135,14 @@ def typed(value: Any, kind: Any) -> Any:
 def is_misread_text(value: Any, kind: Any) -> bool:
     """Tell whether text is due and YAML has read something else: what was written is lost (`0123` is read as 83)."""
     if kind == list[str]:
-        return any(is_misread_text(item, str) for item in (value if isinstance(value, list) else [value]))
+        items = value if isinstance(value, list) else [value]
+        return any(is_misread_text(item, str) and not _is_whole(item) for item in items)
     return kind is str and isinstance(value, int | float | datetime.date)
+
+
+def _is_whole(item: Any) -> bool:
+    """Tell whether an item of a list is a whole number, such as a concurrency; YAML is read without octal ones."""
+    return isinstance(item, int) and not isinstance(item, bool)
 
 
 def check_ranges(values: Mapping[str, Any]) -> list[Problem]:
