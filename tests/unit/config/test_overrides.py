@@ -40,6 +40,16 @@ def test_what_yaml_made_of_text_in_a_file_is_rejected(value: object) -> None:
     with pytest.raises(ConfigError) as caught:
         merge(request, CONFIG_DIR)
     assert [(problem.key, problem.remedy) for problem in caught.value.problems] == [(REVISION, "write it in quotes")]
+
+
+@pytest.mark.parametrize("value", [12e4567, True, 1.5])
+def test_items_of_a_list_are_text_or_whole_numbers(value: object) -> None:
+    def names_of(*names: object) -> list[str]:
+        return merge(
+            {"model": "tiny", "site": {"name": "local", "node_names": [*names]}}, CONFIG_DIR
+        ).config.site.node_names
+
     with pytest.raises(ConfigError) as caught:
-        merge({"model": "tiny", "site": {"name": "local", "node_names": ["a", value]}}, CONFIG_DIR)
+        names_of("a", value)
     assert caught.value.problems[0].remedy == "write it in quotes"
+    assert names_of("a", 83) == ["a", "83"]
