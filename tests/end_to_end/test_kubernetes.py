@@ -82,8 +82,8 @@ def test_two_pods_that_lose_a_rank_and_then_a_pod(workflow: WorkflowFolder, tmp_
         assert_gone(run)
     assert jobset["status"]["restarts"] == 1
     assert_same_training(run, workflow)
-    killed, done = attempts_of(run)
+    killed, lost, done = attempts_of(run)
     assert "on node-1: trainer rank 1 was ended by SIGKILL" in killed["reason"]
-    # The one between them was killed with its pods.
+    assert (lost["attempt"], lost["reason"]) == (2, "the supervisor was killed"), "with its pods"
     assert (killed["attempt"], killed["epoch"], done["attempt"], done["epoch"]) == (1, 1, 3, 2)
     assert (done["reason"], done["nodes"]) == ("done", ["node-0", "node-1"])

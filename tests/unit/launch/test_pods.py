@@ -233,7 +233,7 @@ def test_a_jobset_goes_on_after_a_lost_pod_and_ends_with_a_refusal(
     assert "exit code 1 (Error)" in str(error)
     assert "without progress, the last time because the supervisor of node-1 is gone" in str(error)
     assert server.jobsets[manifest["metadata"]["name"]]["status"]["restarts"] == 1
-    assert [row["epoch"] for row in attempts_of(tmp_path)] == [2], "of the pods that came in their place"
+    assert [row["epoch"] for row in attempts_of(tmp_path)] == [1, 2], "the attempt of the lost pods, and of the next"
 
 
 # ---- the two sides in one process ----
