@@ -124,8 +124,9 @@ def test_a_killed_process_of_training(workflow: WorkflowFolder, undisturbed: Wor
         finish(workflow, "train_grpo")
         assert_gone(workflow)
     assert_same_training(workflow, undisturbed)
-    killed, last = attempts_of(workflow)
+    killed, ended, last = attempts_of(workflow)
     assert "trainer rank 0 was ended by SIGKILL" in killed["reason"]
+    assert (ended["attempt"], ended["reason"]) == (2, "the supervisor was killed")
     assert (last["attempt"], last["epoch"], last["reason"]) == (3, 2, "done")
 
 
