@@ -14,6 +14,7 @@ from unittest import mock
 
 from tests.support.killing import SCRIPTS
 from tests.support.resolved_words import words_with
+from tests.support.small_checkpoint import tokenizer, write_object
 from tests.support.tiny_checkpoint import TINY, make_random_checkpoint
 
 from posttrain.artifacts import (
@@ -123,7 +124,7 @@ def make_store(root: Path) -> Store:
 def _source() -> Path:
     folder = Path(tempfile.mkdtemp()) / "hf_patched"
     make_random_checkpoint(folder)
-    (folder / "tokenizer.json").write_text('{"model": {}}')
+    write_object(folder / "tokenizer.json", tokenizer())
     return folder
 
 

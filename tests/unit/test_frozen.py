@@ -9,7 +9,7 @@ LIBRARY = Path(__file__).parents[2] / "workflow" / "src" / "posttrain"
 # What counts, waits, or is under way.
 MUTABLE = {
     *("Counters", "Generator", "HangWatch", "Imported", "Member", "PackedSequences", "Phase", "Policy", "RankProcess"),
-    *("Response", "Timeline", "_Reader", "_Requests", "_Serving", "_Shell"),
+    *("Response", "Timeline", "State", "_Collection", "_Requests", "_Serving"),
     *("TimeToSave", "TrainingRun", "WeightUpdate", "Work"),
 }
 
