@@ -91,7 +91,7 @@ def test_a_job_serves_until_it_is_stopped(
     job = submitted(tmp_path)
     assert f"posttrain serve {job} --stop" in said
     assert cluster.jobs() == [job]
-    assert "has no canary" in log_with(cluster, tmp_path, job, "healthy at http://127.0.0.1:8311")
+    assert "not checked" in log_with(cluster, tmp_path, job, "healthy at http://127.0.0.1:8311")
     server = told(tmp_path)
     assert server["host"] in cluster.nodes
     assert server["port"] == 8311
