@@ -9,6 +9,7 @@ from tests.support.synthetic_run import make_run
 
 from posttrain.observability.report import render_report
 from posttrain.observability.report_data import RunData, read_run
+from posttrain.observability.report_figures import learning_charts
 from posttrain.observability.report_summary import summarize
 from posttrain.observability.suite_results import suite_rows
 from posttrain.observability.verdict import judge_run
@@ -67,3 +68,13 @@ def test_what_was_measured_between_steps_is_read(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "step_000010.json").write_text('{"finished": 10, "exams": {"sums": {"pass_rate": 0.5}}}')
     assert read_run(made.inputs).between == [(10, {"sums": {"pass_rate": 0.5}})]
+
+
+def test_rewards_of_suites_are_drawn_where_answers_get_partial_credit(run: RunData) -> None:
+    rows = [row | {"evaluation/sums/pass_rate": 0.1, "evaluation/sums/reward_mean": 0.4} for row in run.rows]
+    titles = [chart.title for chart in learning_charts(dataclasses.replace(run, rows=rows))]
+    assert "Suites" in titles
+    assert "Mean reward of suites" not in titles
+    assert run.after is not None
+    partial = dataclasses.replace(run, rows=rows, after=run.after | {"has_partial_credit": True})
+    assert "Mean reward of suites" in [chart.title for chart in learning_charts(partial)]

@@ -76,7 +76,9 @@ def opened(tmp_path: Path, tokenizer: ChatTokenizer) -> Iterator[tuple[StepEvalu
 def test_a_result_belongs_to_the_weights_that_answered(opened: tuple[StepEvaluation, Engine], tmp_path: Path) -> None:
     evaluation, engine = opened
     metrics = evaluation.measure(4)
-    assert metrics == {"evaluation/heldout/pass_rate": 2 / 3, "evaluation/words/pass_rate": 2 / 3}
+    assert metrics == {
+        f"evaluation/{name}/{key}": 2 / 3 for name in ("heldout", "words") for key in ("pass_rate", "reward_mean")
+    }
     assert engine.num_asked == 3 * 4 + 3 * 2
     kept = json.loads(result_of(tmp_path / "evaluations", 4).read_text())
     assert kept["finished"] == 4

@@ -110,7 +110,7 @@ METRICS: Mapping[str, Metric] = {
 # Metrics whose names go on with what only the run knows.
 FAMILIES: Mapping[str, Metric] = {
     "reward/": Metric("Mean score of one grader, or of a number that it tells, over the samples that it applies to"),
-    "evaluation/": Metric("Share of responses to a suite that pass, of the weights that the step's rollout is of"),
+    "evaluation/": Metric("A suite's pass rate or mean reward, by the weights that sample the step's rollout"),
     "source/": Metric("Share of the graded samples of one source whose first grader gives at least 1"),
 }
 

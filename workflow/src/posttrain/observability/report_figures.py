@@ -42,7 +42,7 @@ def learning_charts(run: RunData) -> list[Chart]:
     return _present(
         _reward_chart(run),
         _family_chart(run, "Pass rate by source", "share", "source/", "/pass_rate"),
-        _family_chart(run, "Suites", "share", "evaluation/", "/pass_rate"),
+        *_suite_charts(run),
         _family_chart(run, "Scores", "mean score", "reward/"),
         _chart(run, "Groups with identical rewards", "share of groups", [identical], low=0.0, high=1.0),
     )
@@ -146,6 +146,13 @@ def _reward_chart(run: RunData) -> Chart | None:
         lines.insert(0, Line("rollout/reward_mean", "mean reward", 2, smooth=True))
     low, high = min([0.0, *reward]), max([1.0, *reward])
     return _chart(run, "Reward and pass rate", "reward, share", lines, note, evaluated, low, high, is_wide=True)
+
+
+def _suite_charts(run: RunData) -> list[Chart | None]:
+    pass_rates = _family_chart(run, "Suites", "share", "evaluation/", "/pass_rate")
+    if not run.has_partial_credit:
+        return [pass_rates]
+    return [pass_rates, _family_chart(run, "Mean reward of suites", "reward", "evaluation/", "/reward_mean")]
 
 
 def _family_chart(run: RunData, title: str, unit: str, prefix: str, suffix: str = "") -> Chart | None:

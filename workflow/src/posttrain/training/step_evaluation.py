@@ -70,7 +70,12 @@ class StepEvaluation:
         results = self._runner.run(self._measure(finished))
         self._folder.mkdir(exist_ok=True)
         write_json(result_of(self._folder, finished), {"finished": finished, "exams": results})
-        return {f"evaluation/{name}/pass_rate": result["pass_rate"] for name, result in results.items()}
+        return {
+            f"evaluation/{name}/{key}": result[key]
+            for name, result in results.items()
+            for key in ("pass_rate", "reward_mean")
+            if result[key] is not None
+        }
 
     async def _measure(self, finished: int) -> dict[str, dict[str, Any]]:
         alive = asyncio.create_task(keep_reporting(finished, EVALUATION))
