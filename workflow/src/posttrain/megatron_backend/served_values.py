@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from posttrain.algorithm.finite import are_finite
 from posttrain.checkpoint.formats.safetensors_io import TensorSpec
 from posttrain.checkpoint.quantization.fp8 import BLOCK, Fp8Format
 from posttrain.engines.in_sglang.posttrain_plugin.followed import Box, whole_box
@@ -182,7 +183,7 @@ class ServedValues:
             values = shard.values.to(self._dtype(shard.hf_name))
             here.copy_(torch.maximum(here, served.magnitudes(values, shard.corner)))
         together.copy_(largest_of_ranks(together))
-        if not together.isfinite().all():
+        if not are_finite(together):
             wrong = [name for name, magnitudes in found.items() if not magnitudes.isfinite().all()]
             names = ", ".join(wrong[:MAX_NAMED]) + (", ..." if wrong[MAX_NAMED:] else "")
             remedy = "lower optimizer.lr or optimizer.clip_grad in a fork of the last good step (fork=RUN@STEP)"
