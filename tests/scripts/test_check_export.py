@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 from tests.support.checkpoint_store import Store, make_export, make_store, make_torch_dist, run_here
+from tests.support.fault_record import FaultRecord
 from tests.support.killing import run_killed
 from tests.support.resolved_words import words_with
 from tests.support.tiny_checkpoint import TINY
@@ -16,6 +18,9 @@ from tests.support.workflow_runs import WorkflowFolder
 from posttrain.artifacts import read_json, read_receipt, receipt_of
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
 from posttrain.errors import ConfigError
+
+# What transformers imports when it builds and loads a model: several seconds.
+LAYER_BY_LAYER = ["transformers.models.glm_moe_dsa.modeling_glm_moe_dsa", "transformers.core_model_loading"]
 
 
 @pytest.fixture
@@ -46,6 +51,27 @@ def test_it_survives_kills_and_ends_with_the_same_bytes(tmp_path: Path, store: S
     found = read_json(output)
     assert (found["check"], found["canary"]) == ("layers", None)
     assert found["num_tensors"] == len(CheckpointReader(store.folder("hf")))
+
+
+@pytest.mark.faults("kills")
+def test_a_check_layer_by_layer_that_is_killed_leaves_what_was_found_before_or_nothing(
+    tmp_path: Path, store: Store, faults: FaultRecord
+) -> None:
+    """Killed at every change of a file: where nothing was found yet, and over what was."""
+    output, started, kills = store.root / "export_check.json", time.monotonic(), 0
+    claim = output.parent, receipt_of(output)
+    run_here("check_export", arguments(store))
+    files = {path: path.read_bytes() for path in (output, receipt_of(output))}
+    while kills < 20:
+        for path in files if kills == 0 else ():
+            path.unlink()
+        points = [*range(1, 20), 10**9]
+        endings = run_killed("check_export", arguments(store), tmp_path, points, claim=claim, imports=LAYER_BY_LAYER)
+        assert (set(endings), endings[-1]) == ({0, -9}, 0)
+        assert {path: path.read_bytes() for path in files} == files
+        kills += endings.count(-9)
+    faults.add_counts("kills", {"check_export, layer by layer": kills}, time.monotonic() - started)
+    faults.equal = True
 
 
 def test_an_export_that_fails_leaves_no_receipt_of_the_one_before(store: Store) -> None:

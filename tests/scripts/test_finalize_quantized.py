@@ -1,5 +1,6 @@
 import json
 import random
+import time
 
 import pytest
 from tests.support.checkpoint_store import (
@@ -10,11 +11,12 @@ from tests.support.checkpoint_store import (
     make_store,
     run_here,
 )
+from tests.support.fault_record import FaultRecord
 from tests.support.killing import run_killed
 from tests.support.resolved_words import words_with
 from tests.support.tiny_checkpoint import TINY
 
-from posttrain.artifacts import part_receipt_of, read_receipt, receipt_of
+from posttrain.artifacts import part_receipt_of, partial_of, read_receipt, receipt_of
 from posttrain.checkpoint.formats.safetensors_io import INDEX_NAME, CheckpointReader
 from posttrain.checkpoint.quantization.quantized_names import layer_of, tensor_class
 from posttrain.errors import CheckpointError
@@ -53,6 +55,29 @@ def test_the_last_step_survives_kills_and_ends_with_the_same_bytes(tmp_path, nam
     declared = json.loads((folder / "config.json").read_text()).get("quantization_config", {})
     methods = {"rollout_fp8": "fp8", "serving": "modelopt", "bf16": None}
     assert declared.get("quant_method") == methods[name]
+
+
+@pytest.mark.faults("kills")
+def test_nvfp4_that_is_killed_many_times_has_the_same_bytes(tmp_path, faults: FaultRecord):
+    """Each part and the step that joins them: killed at every change of a file, then at random ones."""
+    undisturbed, rng, started, kills = make_store(tmp_path / "undisturbed"), random.Random(13), time.monotonic(), 0
+    make_quantized(undisturbed, "serving")
+    for points in ([*range(1, 31)], [rng.randint(1, 12) for _ in range(30)]):
+        store = make_store(tmp_path / f"killed{kills}")
+        folder, ends = store.folder("serving"), [*points, 10**9]
+        for part in range(NUM_PARTS):
+            claim = partial_of(folder), part_receipt_of(folder, part)
+            endings = run_killed("quantize", store.part("serving", part), store.root, ends, claim=claim)
+            assert (set(endings), endings[-1]) == ({0, -9}, 0)
+            kills += endings.count(-9)
+        claim = folder, receipt_of(folder)
+        endings = run_killed("finalize_quantized", store.finalize("serving"), store.root, ends, claim=claim)
+        assert (set(endings), endings[-1]) == ({0, -9}, 0)
+        kills += endings.count(-9)
+        assert_same_folder(folder, undisturbed.folder("serving"))
+    assert kills >= 60
+    faults.add_counts("kills", {"quantize and finalize_serving": kills}, time.monotonic() - started)
+    faults.equal = True
 
 
 @pytest.mark.parametrize("drafts", [False, True])

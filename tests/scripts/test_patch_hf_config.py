@@ -2,14 +2,22 @@ import dataclasses
 import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
-from tests.support.checkpoint_store import run_here
+from tests.support.checkpoint_store import assert_same_folder, run_here
+from tests.support.fault_record import FaultRecord
 from tests.support.killing import SCRIPTS, run_killed
 from tests.support.resolved_words import words_with
 from tests.support.small_checkpoint import ARCHITECTURE, make_small_checkpoint
-from tests.support.tiny_checkpoint import TINY_QWEN3, make_random_checkpoint, write_shards
+from tests.support.tiny_checkpoint import (
+    TINY_QWEN3,
+    TINY_QWEN3_MOE,
+    fuse_experts,
+    make_random_checkpoint,
+    write_shards,
+)
 
 from posttrain.artifacts import Receipt, read_receipt, receipt_of, record_files, require_files, write_receipt
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
@@ -59,6 +67,42 @@ def test_patching_survives_kills_and_ends_with_the_same_bytes(source, tmp_path, 
     undisturbed = _arguments(source, target, tmp_path / "undisturbed")
     assert run_killed("patch_hf_config", undisturbed, tmp_path, [10**9]) == [0]
     assert read_receipt(receipt_of(tmp_path / "undisturbed")).digest == receipt.digest
+
+
+@pytest.fixture
+def fused(tmp_path):
+    """A source in three shards whose experts are stacked, as transformers 5 saves them."""
+    folder = tmp_path / "fused"
+    tensors = make_random_checkpoint(folder, TINY_QWEN3_MOE)
+    write_shards(folder, fuse_experts(tensors, TINY_QWEN3_MOE.n_routed_experts), 3)
+    for path in make_small_checkpoint(tmp_path / "small").glob("tokenizer*"):
+        (folder / path.name).write_bytes(path.read_bytes())
+    write_receipt(receipt_of(folder), Receipt("download_hf_checkpoint", record_files(folder), {}, {}))
+    return folder
+
+
+@pytest.mark.faults("kills")
+def test_a_copy_whose_shards_are_written_again_survives_kills(fused, tmp_path, faults: FaultRecord):
+    """Killed at changes that follow the ones before, until it ends; done so often that each change is met."""
+    before, rng, started = record_files(fused), random.Random(12), time.monotonic()
+    given = ["--source", fused, "--source-receipt", receipt_of(fused), *words_with(TINY_QWEN3_MOE)]
+    calm, killed = tmp_path / "calm", tmp_path / "killed"
+    run_here("patch_hf_config", [*given, "--folder", calm, "--receipt", receipt_of(calm)])
+    arguments = [*given, "--folder", killed, "--receipt", receipt_of(killed)]
+    written = {path.name for path in calm.glob("*.safetensors") if not path.samefile(fused / path.name)}
+    assert len(written) == 2, "the third is a link"
+    points = [*range(1, 61), *(rng.randint(1, 30) for _ in range(60)), 10**9]
+    claim = killed, receipt_of(killed)
+    endings = run_killed(
+        "patch_hf_config", arguments, tmp_path, points, claim=claim, again=[claim[1], killed], timeout=900
+    )
+    kills = endings.count(-9)
+    assert (set(endings), endings[-1]) == ({0, -9}, 0)
+    assert kills >= 60
+    assert_same_folder(killed, calm)
+    assert record_files(fused) == before
+    faults.add_counts("kills", {"patch_hf_config, fused experts": kills}, time.monotonic() - started)
+    faults.equal = True
 
 
 def test_all_differences_are_one_message_before_anything_is_written(source, tmp_path):

@@ -11,6 +11,7 @@ With a disk (`tests.support.power_cut`) its power is cut at the same moment, so 
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import runpy
@@ -39,6 +40,7 @@ def run_killed(
     disk: Disk | None = None,
     again: Sequence[Path] = (),
     forgetful: bool = False,
+    imports: Sequence[str] = (),
 ) -> list[int]:
     """Run a script once per point and return how each run ended: -9 for a kill, else the exit code.
 
@@ -55,6 +57,7 @@ def run_killed(
         disk: Loses its power whenever the script is killed, and right after it has ended.
         again: Deleted whenever a run has ended by itself and others follow: they then have something to do.
         forgetful: Files are not synced when the script asks for it, only folders: what a step without fsync would do.
+        imports: Modules that the script imports while it runs; taken once instead of in every child.
     """
     order = {
         "script": str(SCRIPTS / f"{script}.py"),
@@ -65,6 +68,7 @@ def run_killed(
         "disk": disk and [str(disk.image), str(disk.folder)],
         "again": [str(path) for path in again],
         "forgetful": forgetful,
+        "imports": list(imports),
     }
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.killing", json.dumps(order)],
@@ -84,6 +88,8 @@ def _main() -> None:
     main, check = program["main"], program.get("check", lambda root: None)
     from posttrain.cli import run
 
+    for module in order["imports"]:
+        importlib.import_module(module)
     sys.argv = [order["script"], *order["arguments"]]
     disk = Disk(*map(Path, order["disk"])) if order["disk"] else None
     if order["forgetful"]:

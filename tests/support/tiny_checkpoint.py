@@ -152,6 +152,21 @@ def write_shards(folder: Path, tensors: Mapping[str, torch.Tensor], num_shards: 
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
+def fuse_experts(tensors: Mapping[str, torch.Tensor], num_experts: int) -> dict[str, torch.Tensor]:
+    """Stack the experts of each layer, as transformers 5 holds and saves them."""
+    layers = sorted({name.split(".experts.")[0] for name in tensors if ".experts." in name})
+    fused = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for layer in layers:
+        gate, up, down = (
+            [tensors[f"{layer}.experts.{expert}.{part}_proj.weight"] for expert in range(num_experts)]
+            for part in ("gate", "up", "down")
+        )
+        both = [torch.cat(pair) for pair in zip(gate, up, strict=True)]
+        fused[f"{layer}.experts.gate_up_proj"] = torch.stack(both)
+        fused[f"{layer}.experts.down_proj"] = torch.stack(down)
+    return fused
+
+
 def _hub_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the model's tensors, those of its MTP layers at the end."""
     layers, num_mtp = architecture.num_hidden_layers, architecture.num_nextn_predict_layers

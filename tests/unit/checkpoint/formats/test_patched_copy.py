@@ -13,7 +13,13 @@ from tests.support.small_checkpoint import (
     tokenizer_config,
     write_object,
 )
-from tests.support.tiny_checkpoint import TINY, TINY_MOONLIGHT, TINY_QWEN3_MOE, make_random_checkpoint
+from tests.support.tiny_checkpoint import (
+    TINY,
+    TINY_MOONLIGHT,
+    TINY_QWEN3_MOE,
+    fuse_experts,
+    make_random_checkpoint,
+)
 from transformers import AutoTokenizer
 
 from posttrain.artifacts import Receipt, hash_file, record_files
@@ -276,29 +282,13 @@ def test_a_chat_template_by_key_replaces_the_checkpoints(tmp_path):
         undo_patch(tmp_path / "patched")
 
 
-def _fused(tensors):
-    """Stack the experts of a shard whose layers are whole, as transformers 5 holds them."""
-    layers = sorted({name.split(".experts.")[0] for name in tensors if ".experts." in name})
-    fused = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
-    for layer in layers:
-        parts = {
-            part: [tensors[f"{layer}.experts.{e}.{part}_proj.weight"] for e in range(4)]
-            for part in ("gate", "up", "down")
-        }
-        both = [torch.cat(pair) for pair in zip(parts["gate"], parts["up"], strict=True)]
-        fused |= {
-            f"{layer}.experts.gate_up_proj": torch.stack(both),
-            f"{layer}.experts.down_proj": torch.stack(parts["down"]),
-        }
-    return fused
-
-
 @pytest.mark.parametrize("architecture", [TINY, TINY_QWEN3_MOE], ids=lambda arch: arch.model_type)
 def test_fused_experts_become_the_published_ones(tmp_path, architecture):
     tensors = _random_source(tmp_path / "hf", architecture)
     whole = {file: load_file(tmp_path / "hf" / file) for file in {*CheckpointReader(tmp_path / "hf").index.files}}
     save_file(
-        _fused({n: t for shard in whole.values() for n, t in shard.items()}), tmp_path / "hf" / "model.safetensors"
+        fuse_experts({n: t for shard in whole.values() for n, t in shard.items()}, 4),
+        tmp_path / "hf" / "model.safetensors",
     )
     for file in (*whole, "model.safetensors.index.json"):
         (tmp_path / "hf" / file).unlink()
