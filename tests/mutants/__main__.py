@@ -56,7 +56,7 @@ def main() -> int:
         free, one_at_a_time = list(runners), Lock()
         for module in {module for module, _ in left}:
             began = time.monotonic()
-            if runners[0].run(TARGETS[module]) != 0:
+            if runners[0].run(module) != 0:
                 sys.exit(f"{module}: its tests fail without a mutant, too\n{runners[0].output()[-3000:]}")
             if time.monotonic() - began > TIMEOUT_SECONDS / 2:
                 sys.exit(f"{module}: its tests take so long that a slow machine would count as a kill")

@@ -57,7 +57,7 @@ OPPOSITES = {
 }
 OPPOSITES |= {new: old for old, new in OPPOSITES.items()}
 # The order of their arguments is of no meaning.
-COMMUTATIVE = {"min", "max", "minimum", "maximum", "gcd"}
+COMMUTATIVE = {"min", "max", "minimum", "maximum", "gcd", "hypot", "isclose"}
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,15 @@
 """Runs unit tests over a copy of the library with one mutant in it.
 
-A server process has imported what takes long (torch, Megatron, pytest) and nothing of ours; each run is a fork of it
-that finds the copy first on its path, and so do the processes that a test starts.
+A server process imports what the tests need; each run is a fork of it that imports the mutant, whatever imports it and
+the tests anew. Tests that found mutants before come first: neighbouring mutants are often found by the same test. The
+copy comes first on the path, also of the processes that a test starts.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -24,14 +27,38 @@ LIBRARY = ROOT / "workflow" / "src" / "posttrain"
 # Longer than any of the tests takes on a busy machine: a mutant that hangs is found, too.
 TIMEOUT_SECONDS = 120
 SERVER = """
-import json, os, signal, sys
+import contextlib, gc, io, json, os, signal, sys
 sys.path.insert(0, sys.argv[1])
 import pytest, _pytest.assertion.rewrite
 import numpy, torch, safetensors.torch, transformers, psutil, aiohttp, omegaconf, xxhash, hypothesis
 import megatron.core, megatron.core.optimizer, megatron.core.models.gpt, megatron.core.distributed
 import megatron.core.pipeline_parallel, megatron.core.dist_checkpointing
+class KillersFirst:
+    def __init__(self, output):
+        self.found = output + ".failed"
+    def pytest_collection_modifyitems(self, items):
+        items.sort(key=lambda item: killers.index(item.nodeid) if item.nodeid in killers else len(killers))
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            with open(self.found, "w") as file:
+                file.write(report.nodeid)
+    def keep(self):
+        if os.path.exists(self.found):
+            with open(self.found) as file:
+                killer = file.read()
+            os.remove(self.found)
+            killers[:] = [killer, *(other for other in killers if other != killer)]
+
+collected, killers = set(), []
 for line in sys.stdin:
     call = json.loads(line)
+    words = ["-q", "-p", "no:cacheprovider", "-m", "not faults", *call["tests"]]
+    if not collected.issuperset(call["tests"]):
+        with contextlib.redirect_stdout(io.StringIO()):
+            pytest.main(["--collect-only", *words])
+        collected.update(call["tests"])
+    order = KillersFirst(call["output"])
+    gc.freeze()  # a fork collects nothing of what it shares
     child = os.fork()
     if child == 0:
         os.setpgid(0, 0)
@@ -39,9 +66,12 @@ for line in sys.stdin:
         os.dup2(output, 1)
         os.dup2(output, 2)
         signal.alarm(call["timeout"])
-        words = ["-x", "-q", "-p", "no:cacheprovider", "--timeout", str(call["timeout"]), *call["tests"]]
-        os._exit(pytest.main(words))
+        for name in [*sys.modules]:
+            if name in call["stale"] or name.split(".")[0] == "tests":
+                del sys.modules[name]
+        os._exit(pytest.main(["-x", "--timeout", str(call["timeout"]), *words], [order]))
     _, status = os.waitpid(child, 0)
+    order.keep()
     try:
         os.killpg(child, signal.SIGKILL)
     except ProcessLookupError:
@@ -55,13 +85,19 @@ class MutantRunner:
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        self._library = Path(self._folder.name) / "posttrain"
+        copied = Path(self._folder.name)
+        self._library = copied / LIBRARY.relative_to(ROOT)
+        # The library finds its configuration and environments by its own place.
+        for folder in (ROOT, ROOT / "workflow"):
+            (copied / folder.relative_to(ROOT)).mkdir(exist_ok=True)
+            for path in {*folder.iterdir()} - {*LIBRARY.parents}:
+                (copied / path.relative_to(ROOT)).symlink_to(path)
         shutil.copytree(LIBRARY, self._library, ignore=shutil.ignore_patterns("__pycache__"))
         self._output = Path(self._folder.name) / "output.txt"
         # Two versions of a module may have the same time and size: nobody may keep what it was compiled to.
-        environment = {**os.environ, "PYTHONPATH": self._folder.name, "PYTHONDONTWRITEBYTECODE": "1"}
+        environment = {**os.environ, "PYTHONPATH": str(self._library.parent), "PYTHONDONTWRITEBYTECODE": "1"}
         self._server = subprocess.Popen(
-            [sys.executable, "-c", SERVER, self._folder.name],
+            [sys.executable, "-c", SERVER, str(self._library.parent)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment,
         )  # fmt: skip
 
@@ -71,13 +107,16 @@ class MutantRunner:
         source = path.read_text()
         path.write_text(mutant.apply(source))
         try:
-            return "survived" if self.run(TARGETS[module]) == 0 else "killed"
+            return "survived" if self.run(module) == 0 else "killed"
         finally:
             path.write_text(source)
 
-    def run(self, tests: tuple[str, ...]) -> int:
-        """Return how pytest ends: 0 when all tests pass."""
-        call = {"tests": list(tests), "output": str(self._output), "timeout": TIMEOUT_SECONDS}
+    def run(self, module: str) -> int:
+        """Return how pytest ends: 0 when all tests of a module pass."""
+        call = {
+            "tests": list(TARGETS[module]), "stale": sorted(dependents(module)),
+            "output": str(self._output), "timeout": TIMEOUT_SECONDS,
+        }  # fmt: skip
         assert self._server.stdin
         assert self._server.stdout
         self._server.stdin.write(json.dumps(call) + "\n")
@@ -92,6 +131,36 @@ class MutantRunner:
         """End the process and delete the copy."""
         self._server.communicate()
         self._folder.cleanup()
+
+
+@cache
+def dependents(module: str) -> set[str]:
+    """Return the names of a module and of all that import it, directly or not: what a fork may not keep."""
+    stale, imports = {_name_of(LIBRARY / f"{module}.py")}, _imports()
+    while more := {name for name, imported in imports.items() if name not in stale and not stale.isdisjoint(imported)}:
+        stale |= more
+    return stale
+
+
+@cache
+def _imports() -> dict[str, set[str]]:
+    """Return what each module of the library imports of it, packages included."""
+    found = {}
+    for path in LIBRARY.rglob("*.py"):
+        name = _name_of(path)
+        wanted = {name.rpartition(".")[0]}
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.Import):
+                wanted |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                wanted |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        found[name] = {part for long in wanted for part in itertools.accumulate(long.split("."), "{}.{}".format)}
+    return found
+
+
+def _name_of(path: Path) -> str:
+    parts = path.relative_to(LIBRARY.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 @cache

@@ -30,7 +30,10 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "batching/packed_batch": (f"{UNIT}/batching/test_packed_batch.py",),
     "engines/sampling_seed": (f"{UNIT}/engines/test_sampling_seed.py",),
     "engines/client": (f"{UNIT}/engines/test_client.py",),
-    "rollout/coordinator": (f"{UNIT}/rollout",),
+    "rollout/coordinator": (f"{UNIT}/rollout/test_coordinator.py",),
+    "rollout/given": (f"{UNIT}/rollout/test_given.py",),
+    "rollout/persisted": (f"{UNIT}/rollout/test_persisted.py",),
+    "rollout/sharing": (f"{UNIT}/rollout/test_sharing.py",),
     "megatron_backend/train_step": (
         f"{UNIT}/megatron_backend/test_train_step.py",
         # What only several ranks show.
@@ -65,7 +68,15 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "training/lessons": (f"{UNIT}/training/test_lessons.py",),
     "config/overrides": (f"{UNIT}/config/test_overrides.py",),
     "config/strict_yaml": (f"{UNIT}/config/test_strict_yaml.py",),
+    "config/suites": (f"{UNIT}/config/test_suites.py",),
+    "training/step_evaluation": (f"{UNIT}/training/test_step_evaluation.py",),
+    "training/turns": (f"{UNIT}/training/test_turns.py",),
     "weight_sync/holdings": (f"{UNIT}/weight_sync/test_holdings.py",),
+    "weight_sync/letters": (f"{UNIT}/weight_sync/test_letters.py",),
+    "weight_sync/publish": (f"{UNIT}/weight_sync/test_publish.py", f"{UNIT}/weight_sync/test_proof.py"),
+    "weight_sync/proof": (f"{UNIT}/weight_sync/test_proof.py",),
+    # What is planned.
+    "planner/sizing/layout_choice": (f"{UNIT}/planner/sizing/test_layout_choice.py",),
     # What stays on disk.
     "artifacts/placeholders": (f"{UNIT}/artifacts/test_placeholders.py",),
     "artifacts/receipts": tuple(f"{UNIT}/artifacts/test_{name}.py" for name in ("receipts", "names", "claim")),

@@ -1,0 +1,106 @@
+"""The layout and the engines that the planner chooses where no recipe names them, and what a refusal says."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from posttrain.config import load
+from posttrain.config.derived import world_size
+from posttrain.errors import ConfigError
+from posttrain.planner.resolve import resolve
+from posttrain.planner.sizing.engine import engine_memory
+from posttrain.planner.sizing.layout import assess_layout
+from posttrain.planner.sizing.layout_choice import choose_engine, choose_layout, nearest_nodes
+
+CONFIG_DIR = Path(__file__).resolve().parents[4] / "config"
+
+
+def refusal_of(**workflow):
+    with pytest.raises(ConfigError) as caught:
+        resolve({"site": "local", **workflow}, CONFIG_DIR)
+    return {problem.key: problem for problem in caught.value.problems}
+
+
+def test_counts_without_a_recipe_get_the_planners_layout():
+    resolved = resolve({"model": "glm5", "site": "local", "nodes": 24}, CONFIG_DIR)
+    config, origins = resolved.config, resolved.origins
+    assert {origins[f"parallel.{name}"] for name in dataclasses.asdict(config.parallel)} == {"planner"}
+    assert (
+        f"pipeline_model_parallel_size: {config.parallel.pipeline_model_parallel_size}  # planner"
+        in load.dump_resolved(resolved)
+    )
+    assert assess_layout(config, engine_memory(config)).fits
+    assert config.engine.num_engines * config.engine.gpus_per_engine == world_size(config) == 192
+    assert origins["engine.gpus_per_engine"] == "planner"
+
+
+@pytest.mark.parametrize(("model", "nodes"), [("tiny", 1), ("glm5", 16)])
+def test_recipes_and_single_ranks_resolve_as_without_a_planner(tmp_path, monkeypatch, model, nodes):
+    monkeypatch.chdir(tmp_path)  # where no older run is
+    workflow = {"model": model, "site": "local", "nodes": nodes}
+    assert resolve(workflow, CONFIG_DIR) == load.merge(workflow, CONFIG_DIR)
+
+
+def test_sizes_that_the_user_gives_stay():
+    chosen = "parallel.tensor_model_parallel_size=8 engine.gpus_per_engine=64"
+    resolved = resolve({"model": "glm5", "site": "local", "nodes": 24, "set": chosen}, CONFIG_DIR)
+    assert resolved.config.parallel.tensor_model_parallel_size == 8
+    assert resolved.config.engine.gpus_per_engine == 64
+    assert resolved.origins["parallel.tensor_model_parallel_size"] == "set="
+    assert resolved.origins["parallel.pipeline_model_parallel_size"] == "planner"
+
+
+def test_too_few_gpus_are_refused_with_the_nearest_that_fit():
+    problems = refusal_of(model="glm5", nodes=8)
+    assert list(problems) == ["nodes"]
+    assert "GiB of weights, gradients and optimizer state per rank at best" in problems["nodes"].value
+    assert "140.4 GiB" in problems["nodes"].allowed
+    assert problems["nodes"].remedy == "nearest that fit: nodes=16; trainer.optimizer_cpu_offload=true"
+    resolve({"model": "glm5", "site": "local", "nodes": 8, "set": "trainer.optimizer_cpu_offload=true"}, CONFIG_DIR)
+
+
+def test_a_count_without_layout_names_the_rules_and_the_nearest_counts():
+    problems = refusal_of(model="tiny", nodes=5)
+    assert problems["nodes"].remedy == "nearest that work: 4, 6"
+    assert "a multiple of 5" in problems["training.global_batch_size"].allowed
+
+
+def test_a_size_that_cannot_work_is_refused_by_its_rule():
+    problems = refusal_of(model="tiny", nodes=6, set="parallel.tensor_model_parallel_size=3")
+    assert "parallel.tensor_model_parallel_size" in problems
+    assert problems["nodes"].remedy == "nearest that work: none"
+
+
+def test_nodes_for_engines_alone_are_left_when_a_count_is_looked_for(resolved):
+    config = resolved("tiny", nodes=6, set="engine.own_nodes=2").config
+    assert nearest_nodes(config, lambda variant: True) == [5, 7]
+    assert nearest_nodes(config, lambda variant: variant.nodes <= 2) == []
+    problem = refusal_of(model="glm5", nodes=12, set="engine.own_nodes=4")["nodes"]
+    assert problem.value.startswith("12 (64 ranks, engines on 4 nodes of their own)")
+
+
+def test_nearest_counts_on_both_sides(resolved):
+    config = dataclasses.replace(resolved("tiny").config, nodes=10)
+    assert nearest_nodes(config, lambda variant: variant.nodes in (3, 7, 12, 20)) == [7, 12]
+    assert nearest_nodes(config, lambda variant: variant.nodes == 11) == [11]
+    assert nearest_nodes(config, lambda variant: False) == []
+
+
+def test_one_rank_needs_no_choice(resolved):
+    assert choose_layout(resolved("tiny").config, {}) == load.Chosen({})
+
+
+def test_an_engines_gpus_share_the_experts_evenly(resolved):
+    """12 experts on engines of 8 GPUs would leave some with two and some with one."""
+    config = resolved("glm5").config
+    only_eight = {1: False, 2: False, 4: False, 8: True, 16: True, 32: True, 64: True, 128: True}
+
+    def with_experts(count):
+        architecture = dataclasses.replace(config.model.architecture, n_routed_experts=count)
+        return dataclasses.replace(config, model=dataclasses.replace(config.model, architecture=architecture))
+
+    assert choose_engine(with_experts(256), dict(only_eight))["engine.gpus_per_engine"] == 8
+    assert choose_engine(with_experts(24), dict(only_eight))["engine.gpus_per_engine"] == 8
+    assert choose_engine(with_experts(12), dict(only_eight)) == {}
+    assert choose_engine(with_experts(16), only_eight | {8: False})["engine.gpus_per_engine"] == 16
