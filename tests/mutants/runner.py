@@ -50,6 +50,7 @@ class KillersFirst:
             killers[:] = [killer, *(other for other in killers if other != killer)]
 
 collected, killers = set(), []
+print("ready", flush=True)
 for line in sys.stdin:
     call = json.loads(line)
     words = ["-q", "-p", "no:cacheprovider", "-m", "not faults", *call["tests"]]
@@ -100,6 +101,8 @@ class MutantRunner:
             [sys.executable, "-c", SERVER, str(self._library.parent)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment,
         )  # fmt: skip
+        assert self._server.stdout
+        self._server.stdout.readline()
 
     def try_mutant(self, module: str, mutant: Mutant) -> str:
         """Return "killed", or "survived", of a mutant under the tests of its module."""

@@ -12,6 +12,7 @@ from posttrain.config.data import UNPINNED
 from posttrain.config.load import Resolved, merge
 from posttrain.config.suites import (
     check_pinned,
+    data_of,
     evaluation_is_due,
     evaluation_settings,
     exams_of,
@@ -74,7 +75,9 @@ def test_suites_of_the_same_rows_share_a_folder_whatever_they_are_graded_by(tmp_
     assert Paths(resolved).store_artefacts["suite c"] == folders["c"]
     suite = resolved.config.evaluation.suites["c"]
     assert rows_of(suite)["num_prompts"] == 7
-    assert suite_data(suite).duplicates == "keep"
+    data = data_of(suite)
+    assert data == suite_data(suite)
+    assert (data.train_file, data.duplicates, data.num_heldout_prompts, data.seed) == ("sums.jsonl", "keep", 1, 0)
 
 
 @pytest.mark.parametrize(

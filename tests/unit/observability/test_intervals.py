@@ -69,6 +69,19 @@ def test_few_that_differ_by_unlike_amounts_count_as_parts_of_the_largest():
     assert paired_change(few, 0.25)[1:] == pytest.approx((-0.0146, 0.0613), abs=1e-4)
 
 
+@pytest.mark.parametrize("count", [6, 7, 30])
+def test_unlike_amounts_are_judged_by_a_variance_that_follows_the_supposed_mean(count):
+    """Six prompts that differ are enough. An end lies Z standard deviations of its own mean away, with its skew."""
+    found = np.array([0.1 * 1.3**number * (-1) ** (number % 4) for number in range(count)] + [0.0] * 10)
+    change, low, high = paired_change(found.tolist(), 0.1)
+    variance, third = (((found - found.mean()) ** power).mean() for power in (2, 3))
+    for end, sign in ((low, -1), (high, 1)):
+        reach = sign * (end - change)
+        assert reach > 0
+        skewed = variance + reach**2 + reach * max(0, sign * third / variance)
+        assert len(found) * reach**2 == pytest.approx(Z**2 * skewed)
+
+
 def test_without_skew_it_is_the_interval_of_a_self_normalised_sum():
     """A change is significant where sum(d) > Z sqrt(sum(d^2)): McNemar's test, and a sign-flip test's normal form."""
     for shift in (0.05, 0.12, 0.2):
@@ -105,6 +118,14 @@ def test_prompts_are_paired_by_their_ids():
     assert rate_change(before, after) == paired_change([0.5, 0.0, 0.5], 0.5)
     # Ungraded in one of them: no reward to compare.
     assert reward_change(before, after) == paired_change([0.0, 0.5], pytest.approx(0.45))
+
+
+def test_where_no_prompt_differs_the_least_step_bounds_the_change():
+    """One response in the evaluation that takes more of them; of rewards, that share of their range."""
+    before, after = (result([[i, 0.5, 0.25 + 2 * (i % 2)] for i in range(20)], count, True) for count in (2, 4))
+    end = Z**2 / (20 + Z**2) / 4
+    assert rate_change(before, after) == rate_change(after, before) == pytest.approx((0, -end, end))
+    assert reward_change(before, after) == reward_change(after, before) == pytest.approx((0, -2 * end, 2 * end))
 
 
 def test_other_prompts_and_results_of_older_versions_are_independent_groups():

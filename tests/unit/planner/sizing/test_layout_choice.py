@@ -7,13 +7,22 @@ import pytest
 
 from posttrain.config import load
 from posttrain.config.derived import world_size
+from posttrain.config.schema import Parallel
 from posttrain.errors import ConfigError
 from posttrain.planner.resolve import resolve
 from posttrain.planner.sizing.engine import engine_memory
-from posttrain.planner.sizing.layout import assess_layout
-from posttrain.planner.sizing.layout_choice import choose_engine, choose_layout, nearest_nodes
+from posttrain.planner.sizing.layout import assess_layout, propose_layouts
+from posttrain.planner.sizing.layout_choice import (
+    ENGINE_KEYS,
+    can_be_held,
+    choose_engine,
+    choose_layout,
+    nearest_nodes,
+    requests_that_fit,
+)
 
 CONFIG_DIR = Path(__file__).resolve().parents[4] / "config"
+SIZES = {f"parallel.{field.name}" for field in dataclasses.fields(Parallel)}
 
 
 def refusal_of(**workflow):
@@ -87,8 +96,91 @@ def test_nearest_counts_on_both_sides(resolved):
     assert nearest_nodes(config, lambda variant: False) == []
 
 
-def test_one_rank_needs_no_choice(resolved):
-    assert choose_layout(resolved("tiny").config, {}) == load.Chosen({})
+def test_the_search_for_a_count_goes_one_by_one_up_to_128_nodes(resolved):
+    config = dataclasses.replace(resolved("tiny").config, nodes=10)
+    for nodes, found in ((8, [8]), (128, [128]), (129, [])):
+        assert nearest_nodes(config, lambda variant, nodes=nodes: variant.nodes == nodes) == found
+
+
+def test_one_rank_needs_no_choice_and_two_do(resolved):
+    config = resolved("tiny").config
+    assert choose_layout(config, {}) == load.Chosen({})
+    assert choose_layout(dataclasses.replace(config, nodes=2), {}).values.keys() == SIZES
+
+
+def test_nodes_that_are_all_for_engines_are_left_to_a_rule(resolved):
+    config = dataclasses.replace(resolved("qwen3_30b_a3b").config, nodes=2)
+    own = dataclasses.replace(config.engine, own_nodes=2)
+    assert choose_layout(dataclasses.replace(config, engine=own), {}) == load.Chosen({})
+
+
+@pytest.mark.parametrize("key", ENGINE_KEYS)
+def test_engines_are_chosen_whole_or_not_at_all(resolved, key):
+    config = resolved("qwen3_30b_a3b").config
+    assert choose_layout(config, {}).values.keys() == {*SIZES, *ENGINE_KEYS}
+    assert choose_layout(config, {key: "set="}).values.keys() == SIZES
+
+
+@pytest.mark.parametrize(
+    ("memory", "refused"),
+    [
+        (
+            60,
+            "1 (8 ranks): 64.1 GiB of weights, gradients and optimizer state per rank at best; at most 60 GiB per rank "
+            "(h200); nearest that fit: nodes=2; trainer.optimizer_cpu_offload=true",
+        ),
+        (
+            30,
+            "1 (8 ranks): 64.1 GiB of weights, gradients and optimizer state per rank at best; at most 30 GiB per rank "
+            "(h200); nearest that fit: nodes=4; nodes=2 with trainer.optimizer_cpu_offload=true",
+        ),
+        # It may fit: what is held does, and the rest is an estimate.
+        (66, None),
+    ],
+)
+def test_a_layout_is_refused_where_what_is_held_is_too_large_and_not_on_a_guess(resolved, memory, refused):
+    config = dataclasses.replace(resolved("qwen3_30b_a3b").config, nodes=1)
+    config = dataclasses.replace(config, hardware=dataclasses.replace(config.hardware, memory_gib_per_gpu=memory))
+    chosen, best = choose_layout(config, {}), propose_layouts(config)[0]
+    assert not best.fits
+    assert chosen.values.items() >= {f"parallel.{name}": size for name, size in best.sizes.items()}.items()
+    assert chosen.values.keys() == {*SIZES, *ENGINE_KEYS}
+    assert [f"{p.value}; {p.allowed}; {p.remedy}" for p in chosen.problems] == ([refused] if refused else [])
+    if refused:
+        trainer = dataclasses.replace(config.trainer, optimizer_cpu_offload=True)
+        assert "offload" not in requests_that_fit(dataclasses.replace(config, trainer=trainer), {})
+
+
+def test_what_is_held_may_fill_a_gpu(resolved):
+    best = propose_layouts(resolved("qwen3_30b_a3b").config)[0]
+    assert can_be_held([dataclasses.replace(best, capacity_gib=best.held_gib)])
+
+
+def test_a_count_without_layout_keeps_the_sizes_that_are_given_and_chooses_the_engines(resolved):
+    config, given = resolved("qwen3_30b_a3b").config, "parallel.expert_tensor_parallel_size"
+    parallel = dataclasses.replace(config.parallel, expert_tensor_parallel_size=3)
+    chosen = choose_layout(dataclasses.replace(config, nodes=1, parallel=parallel), {given: "set="})
+    assert chosen.values.keys() == {*SIZES, *ENGINE_KEYS} - {given}
+    (problem,) = chosen.problems
+    assert problem.value == "1 (8 ranks)"
+    assert "has a valid layout" in problem.allowed
+
+
+def test_an_engine_has_memory_for_a_prompt_and_a_response(resolved):
+    """On 4 of the GPUs 364,160 tokens have room: a response of 291,328 with a prompt of a quarter of it, exactly."""
+    config = resolved("qwen3_30b_a3b").config
+    for longest, gpus in ((291_328, 4), (291_329, 8)):
+        rollout = dataclasses.replace(config.rollout, max_response_tokens=longest)
+        chosen = choose_engine(dataclasses.replace(config, rollout=rollout), {1: False, 2: False})
+        assert chosen == {"engine.gpus_per_engine": gpus, "engine.num_engines": 16 // gpus}
+
+
+def test_an_engine_spans_whole_nodes_or_parts_of_one(resolved):
+    """Neither 4 nor 8 GPUs of nodes with 6 do."""
+    config = resolved("qwen3_30b_a3b").config
+    config = dataclasses.replace(config, hardware=dataclasses.replace(config.hardware, gpus_per_node=6))
+    assert choose_engine(config, {1: False, 2: False, 4: True, 8: True}) == {}
+    assert choose_engine(config, {1: False, 2: True})["engine.gpus_per_engine"] == 2
 
 
 def test_an_engines_gpus_share_the_experts_evenly(resolved):

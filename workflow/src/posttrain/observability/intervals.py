@@ -60,9 +60,8 @@ def reward_change(before: Mapping[str, Any], after: Mapping[str, Any]) -> Change
 def _pairs(before: Mapping[str, Any], after: Mapping[str, Any], column: int) -> list[tuple[float, float]]:
     """Return a value before and after for each prompt that has both; none where the prompts are not the same."""
     old, new = ({row[0]: row[column] for row in result.get("by_prompt", ())} for result in (before, after))
-    if old.keys() != new.keys():
-        return []
-    return [(old[prompt], new[prompt]) for prompt in old if None not in (old[prompt], new[prompt])]
+    prompts = old if old.keys() == new.keys() else ()
+    return [(old[prompt], new[prompt]) for prompt in prompts if None not in (old[prompt], new[prompt])]
 
 
 def wilson(rate: float, count: int) -> Change:
@@ -97,8 +96,7 @@ def _upper_end(differences: Sequence[float], step: float) -> float:
     sizes = [abs(one) for one in differences if one]
     largest = max(sizes, default=step)
     if len(sizes) < FEW or math.isclose(min(sizes), largest):
-        gained = math.fsum(one for one in differences if one > 0)
-        lost = math.fsum(-one for one in differences if one < 0)
+        gained, lost = (math.fsum(max(sign * one, 0.0) for one in differences) for sign in (1, -1))
         return largest * _tango(gained / largest, lost / largest, len(differences)) if largest else 0.0
     return _skewed_end(differences)
 
