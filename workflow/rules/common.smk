@@ -77,7 +77,7 @@ def write_once(resolved):
 with told():
     # A job reads what was planned when the command was given, whatever has become of config/ by then.
     if workflow.is_main_process:
-        # A module with a `config:` has what its workflow gives it, not what stands in --configfile.
+        # A module with a `config:` takes its configuration from the outer workflow, not from --configfile.
         check_files([] if workflow.modifier.skip_configfile else workflow.config_settings.configfiles)
         REQUEST = with_defaults(config, Path(CONFIG_DIR))
         RESOLVED = resolve(REQUEST, Path(CONFIG_DIR))

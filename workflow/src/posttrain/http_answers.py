@@ -15,7 +15,7 @@ MAX_ANSWER_BYTES = 16 << 20
 # A page of HTML fits into no log.
 MAX_ERROR_BYTES, MAX_ERROR_CHARACTERS = 1 << 16, 1000
 PLAIN = {"Accept-Encoding": "identity"}
-# What reading an answer of another form than expected raises.
+# Exceptions of reading an answer in an unexpected form.
 MALFORMED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
 
 

@@ -306,7 +306,7 @@ class Paths:
 
     @property
     def export_check(self) -> Path:
-        """What transformers makes of the export; its receipt stands beside it."""
+        """The result of loading the export with transformers, beside its receipt."""
         return self.hf_export.with_name("export_check.json")
 
     def evaluation(self, when: str) -> Path:

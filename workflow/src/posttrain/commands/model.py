@@ -26,10 +26,10 @@ _MAX_CPU_BYTES = 1 << 30
 
 
 def main(folder: Path, name: str | None, output: Path | None) -> None:
-    """Read, write, and end with what a run of this checkpoint would be rejected for."""
+    """Write a model file from a checkpoint, and raise the problems for which a run of it would be rejected."""
     if output and output.exists():
         remedy = "give another name, or delete it"
-        raise ConfigError([Problem("--output", str(output), "a file that is not there yet", remedy)])
+        raise ConfigError([Problem("--output", str(output), "a new file", remedy)])
     content = read_object(folder / "config.json")
     arch = architecture_of(content, str(folder / "config.json"))
     has_weights = any((folder / file).exists() for file in (INDEX_NAME, SINGLE_NAME))

@@ -50,12 +50,12 @@ FORK = rf"{RUN_NAME}@[1-9][0-9]*"
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What was asked for.
+    """The parsed request of a user.
 
     Args:
-        names: What is no section, by its key, and the names of those that choose files. What is due to be text is.
-        sections: Section -> values of it, nested as in a file.
-        problems: What cannot be asked for.
+        names: Key -> value of everything outside of sections, and of keys that choose files; text keys hold text.
+        sections: Section -> its values, nested as in a file.
+        problems: Values that are rejected.
     """
 
     names: Mapping[str, Any]

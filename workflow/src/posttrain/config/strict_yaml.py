@@ -38,7 +38,7 @@ def read_mapping(path: Path, name: str = "", load: Callable[[str], Any] = yaml.s
 
     Args:
         path: The file.
-        name: What a problem calls it; by default its path.
+        name: Its name in problems; by default its path.
         load: Constructs the values of a text that has passed the checks.
 
     Raises:
@@ -142,7 +142,7 @@ class _Scan:
         self.num_values += 1
 
     def _place(self, event: Event) -> Iterator[tuple[str, str, str]]:
-        """Take an event as a key or a value of the collection that it stands in."""
+        """Take an event as a key or a value of its collection."""
         parent, line = self.open[-1] if self.open else None, _line(event)
         if parent is None or parent.keys is None or parent.key is not None:
             if parent is not None:

@@ -24,7 +24,7 @@ def deadline(seconds: float) -> Iterator[None]:
         raise TimeoutError(f"not done after {seconds:g} s")
 
     handler = signal.signal(signal.SIGALRM, interrupt)
-    # It rings again for code that goes on after any exception.
+    # The alarm repeats, for code that catches every exception and continues.
     remaining, interval = signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
     try:
         yield

@@ -1,7 +1,7 @@
-"""Labels that stand in their own prompts: a model would learn to copy them.
+"""Labels that their own prompts contain: a model would learn to copy them.
 
-A short label stands in many prompts by chance, and that of a choice in all of them. Both are as true of another row's
-label, so what counts is how much more often a prompt has its own.
+Many prompts contain a short label by chance, and all of them contain the letter of a choice. That is as true of another
+row's label, so the measure is how much more often a prompt contains its own.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def check_leak(key: str, prompts: Sequence[Prompt], most: float) -> tuple[list[P
         asked = _squeezed(" ".join(str(m.get("content") or "") for m in prompt.messages if m["role"] != "system"))
         if any(_is_in(text, asked) for text in texts):
             inside.append(prompt)
-        # Where there is no other label, no label tells more of its own prompt.
+        # If all labels are equal, own and other labels count the same.
         others = (looked_at[(place + step) % len(looked_at)][1] for step in range(1, len(looked_at)))
         other += any(_is_in(text, asked) for text in next((some for some in others if some != texts), texts))
     excess = (len(inside) - other) / max(1, len(looked_at))
@@ -69,7 +69,7 @@ def _squeezed(text: str) -> str:
 
 
 def _is_in(label: str, text: str) -> bool:
-    """Tell whether a label stands in a text, and not only as a part of a longer word or number."""
+    """Tell whether a text contains a label, not only as a part of a longer word or number."""
     before = r"(?<!\w)(?<!\d[.,])" if label[0].isascii() and label[0].isalnum() else ""
     after = r"(?!\w)(?![.,]\d)" if label[-1].isascii() and label[-1].isalnum() else ""
     return label in text and re.search(before + re.escape(label) + after, text) is not None

@@ -1,6 +1,6 @@
 """The first rows of files on this machine, looked at when a run is planned: their format, columns and keys.
 
-Whatever every row would be rejected for is known then, not in a job. The rest of a file is read by `download_dataset`.
+A fault that every row has is rejected there, not in a job. `download_dataset` reads the rest of the file.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from posttrain.artifacts import parse_json
 from posttrain.data.keys import Key, kind_of, parse_key
 from posttrain.errors import ConfigError, Problem
 
-# What datasets call the role of the one that answers.
+# Names that datasets use for the assistant's role.
 ANSWERING_ROLES = ("assistant", "model", "gpt", "bot")
 # {name}, or a brace that is doubled to stand for itself.
 _SLOT = re.compile(r"\{\{|\}\}|\{([A-Za-z_][^{}]*)\}")
@@ -27,8 +27,8 @@ class RowError(ValueError):
     """Something of a row is wrong; the text says what.
 
     Args:
-        reason: What is wrong.
-        remedy: What to do besides correcting the row.
+        reason: The fault.
+        remedy: An alternative to correcting the row.
     """
 
     def __init__(self, reason: str, remedy: str = ""):

@@ -1,8 +1,8 @@
-"""Files of rows as they are: JSON lines, a JSON array, parquet, CSV; what cannot be read is named by its line or row.
+"""Files of rows: JSON lines, a JSON array, parquet, CSV. Errors name the line or row.
 
 JSON lines are parsed one by one, not as a table: labels of one column may be texts in one line and numbers in the
-next, and a wrong line hides no other. What a file is, its first bytes say before its name. A row, and all rows of a
-compressed file together, may only be so large once decoded, so that a small file cannot fill the memory.
+next, and a wrong line hides no other. The first bytes of a file decide its format before its name does. The decoded
+size of a row, and of all rows of a compressed file, is limited, so that a small file cannot fill the memory.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class BadRow:
     Args:
         place: "line 3", "row 3", with the file before it where there are several.
         reason: What is wrong with it.
-        remedy: What to do besides correcting it.
+        remedy: An alternative to correcting it.
     """
 
     place: str

@@ -27,13 +27,13 @@ def check_tokenizer(folder: Path, vocab_size: int) -> Iterator[Problem]:
     """
     try:
         tokenizer = load_tokenizer(folder)
-    # The files are somebody else's: whatever the library makes of them is a problem of theirs.
+    # The files are not ours, so any exception of the library is reported as a problem of the files.
     except Exception as error:
         found = [
             path.name for path in sorted(folder.iterdir()) if "token" in path.name or path.name.startswith("vocab")
         ]
         value = f"{', '.join(found) or 'no file'}: {type(error).__name__}: {error}"
-        yield Problem("tokenizer", value, "a tokenizer that loads without code of its own", _REMEDY)
+        yield Problem("tokenizer", value, "a tokenizer that loads without remote code", _REMEDY)
         return
     if (folder / TOKENIZER).exists():
         plain = Tokenizer.from_file(str(folder / TOKENIZER))

@@ -1,6 +1,6 @@
-"""What prompts have and the chat template does not show: found by leaving it out and comparing the tokens.
+"""Fields of prompts that the chat template leaves out: rendering without such a field gives the same tokens.
 
-A template's source tells which names it reads, not when: many show the reasoning of the last turn alone.
+The source of a template shows which names it reads, not when: many show only the last turn's reasoning.
 """
 
 from __future__ import annotations

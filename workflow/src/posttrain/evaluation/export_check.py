@@ -1,8 +1,8 @@
-"""Whether an export is what was trained: transformers loads it, and says what the trainer said of the canary's prompts.
+"""Checks that an export is the trained model: transformers loads it and must give the trainer's log-probabilities.
 
-Three things go wrong without any tensor being missing: a copy that was not renewed with what it copies, a tensor under
-a name that transformers reads as something else, and a config that makes another model of the same tensors. The first
-is seen in the bytes, the others in the numbers.
+Three faults leave no tensor missing: a stale copy of another tensor, a tensor under a name that transformers reads as
+another one, and a config that makes another model of the same tensors. Bytes show the first, log-probabilities the
+others.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def check_export(folder: Path, model: Model, way: str) -> dict[str, Any]:
 
     Args:
         folder: The exported checkpoint.
-        model: What was trained.
+        model: The trained model.
         way: "whole" or "layers".
 
     Returns:
-        What was found, as plain JSON types; `canary` is null where the trainer has recorded no log-probabilities.
+        The findings, as plain JSON types; `canary` is null where the trainer has recorded no log-probabilities.
 
     Raises:
         CheckpointError: It is not a whole checkpoint.

@@ -1,11 +1,11 @@
 """Log-probabilities of a checkpoint by transformers' own model and loader, whole or a decoder layer at a time.
 
-Whole, it is `from_pretrained`, as anybody calls it. A model that does not fit into a node's memory is built on the meta
-device, where weights take none. Each sequence runs the model's own forward pass in a thread of its own. The threads
-meet before every decoder layer, which is then loaded from the shards, and behind it, when it is dropped again; so one
-layer is in memory at a time, and every weight is read once. Both ways compute the same numbers, in FP32.
+A whole model is loaded with `from_pretrained`. A model that does not fit into a node's memory is built on the meta
+device, where weights take no memory. Each sequence runs the model's forward pass in its own thread. The threads meet
+before every decoder layer, which is then loaded from the shards, and after it, when it is dropped. So one layer is in
+memory at a time, and every weight is read once. Both ways compute the same numbers, in FP32.
 
-Source: transformers 5.23, `PreTrainedModel._load_pretrained_model`, for what is loaded how.
+Source: transformers 5.23, `PreTrainedModel._load_pretrained_model`.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ Pair = tuple[Sequence[int], Sequence[int]]
 
 @dataclass(frozen=True)
 class Loading:
-    """What transformers says of the loading of a checkpoint.
+    """Problems that transformers reports while it loads a checkpoint.
 
     Args:
         missing: Weights of the model that the checkpoint does not have: they would be random.
         unexpected: Tensors that the model does not have, those of MTP layers apart.
-        mismatched: Tensors of another shape than the model's, and what could not be converted.
+        mismatched: Tensors of another shape than the model's, and failed conversions.
     """
 
     missing: Sequence[str]
@@ -56,12 +56,12 @@ class Loading:
 def logprobs_whole(
     folder: Path, pairs: Sequence[Pair], mtp_layers: Collection[int]
 ) -> tuple[list[list[float]], Loading]:
-    """Load a checkpoint as anybody does, and ask it.
+    """Load a whole checkpoint and compute log-probabilities.
 
     Args:
         folder: In Hub layout, not quantised.
-        pairs: What it is asked; may be none.
-        mtp_layers: Numbers of layers that transformers has no use for.
+        pairs: Prompt and continuation tokens; may be empty.
+        mtp_layers: Numbers of the layers that transformers does not load.
 
     Returns:
         Natural-log probability of each token of each continuation at temperature 1, and how the loading went.
@@ -75,7 +75,7 @@ def logprobs_whole(
         config=_config_of(folder),
         dtype=torch.float32,
         output_loading_info=True,
-        ignore_mismatched_sizes=True,  # they are told, not raised
+        ignore_mismatched_sizes=True,  # reported below instead of raised
         local_files_only=True,
     )
     model, told = loaded
@@ -98,7 +98,7 @@ def logprobs_by_layer(
     try:
         answers = layered.logprobs(pairs) if pairs and not layered.loading.lines() else layered.load_all()
     except _NotWholeError:
-        answers = layered.load_all()  # so that all is told that is wrong
+        answers = layered.load_all()  # to report every problem, not the first one
     return answers, layered.loading
 
 
@@ -161,11 +161,11 @@ class _LayeredModel:
 
     @property
     def loading(self) -> Loading:
-        """What was told of all that has been loaded."""
+        """The problems of all layers loaded so far."""
         return _loading(self._missing, self._unexpected, self._mismatched, self._mtp_layers)
 
     def load_all(self) -> list[list[float]]:
-        """Load each layer and drop it again; nothing is asked."""
+        """Load each layer and drop it again, without a forward pass."""
         with ProgressBar("layers", len(self._layers), "layers") as progress:
             for prefix in self._layers:
                 self._load(prefix, [name for name in self._reader if name.startswith(prefix)])
@@ -184,7 +184,7 @@ class _LayeredModel:
             with ThreadPoolExecutor(len(pairs)) as pool:
                 asked = [pool.submit(self._ask, pair, barriers) for pair in pairs]
         failures = [failure for one in asked if (failure := one.exception())]
-        # Who waits for a sequence that has failed fails, too.
+        # A failed sequence breaks the barriers of the others: its own error comes first.
         for failure in sorted(failures, key=lambda failure: isinstance(failure, threading.BrokenBarrierError)):
             raise failure
         return [one.result() for one in asked]

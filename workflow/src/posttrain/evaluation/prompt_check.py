@@ -89,7 +89,7 @@ def check_prompts(
         chat: Renders prompts.
         train: Prompts to train on.
         heldout: Prompts held out.
-        suites: What else is measured on.
+        suites: Prompts of the suites.
         answer_of: Returns the response to learn, None where responses are sampled.
     """
     problems: list[Problem] = []

@@ -23,7 +23,7 @@ from posttrain.serving.servers import FOLDER, Server, holder_of, is_server, name
 
 # An engine has ten seconds to end and SLURM thirty to see it; what it started has some more.
 STOP_SECONDS, LOOK_SECONDS = 90.0, 0.5
-# What the names of our jobs begin with.
+# Prefix of our jobs' names.
 JOB_NAME = "serve-"
 # Names the job's first node. A user's own allocation, which has none, is not ours to end; an image has no `scontrol`.
 JOB_VARIABLE = "POSTTRAIN_SERVING_JOB"
@@ -123,7 +123,7 @@ def _lives(results: Path, server: Server) -> bool:
 def _cancel(server: Server) -> None:
     number = job_number(server.job)
     try:
-        # Whoever may write into the results folder could name any job, or an option of `scancel`.
+        # Anyone who can write into the results folder could name any job, or an option of `scancel`.
         told = ask("squeue", "--noheader", "--states", "all", "--jobs", number, "--format", "%u %j")
         user, _, name = told.partition(" ")
         if not number.isdecimal() or user != getpass.getuser() or not name.startswith(JOB_NAME):
@@ -140,7 +140,7 @@ def _end(results: Path, server: Server, holder: Holder) -> None:
         raise ConfigError([Problem("--stop", str(server), f"a server of {this_machine()}, or a job", remedy)])
     try:
         process = psutil.Process(holder.pid)
-        # Whoever may write into the results folder could name any process of the user who stops.
+        # Anyone who can write into the results folder could name any process of this user.
         if "serve" not in process.cmdline() or not is_server(results, server, holder):
             allowed = "the process of `posttrain serve` that has taken the lease"
             raise ConfigError(

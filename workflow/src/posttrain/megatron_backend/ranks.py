@@ -32,8 +32,8 @@ def largest_of_ranks(values: torch.Tensor, group: dist.ProcessGroup | None = Non
     gloo's maximum keeps a NaN of the group's first rank and loses those of the others.
     """
     is_nan = values.isnan()
-    # -1 where this rank has a number: the maximum is 0 where any rank has none. A rehearsal, which takes numbers that it
-    # does not know for 1, finds no NaN.
+    # -1 where this rank has a number, so the maximum is 0 where any rank has none. A rehearsal takes unknown numbers
+    # for 1 and finds no NaN.
     both = torch.stack([values.masked_fill(is_nan, -torch.inf), -(~is_nan).to(values.dtype)])
     dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
     return both[0].masked_fill(both[1] == 0, torch.nan)

@@ -1,8 +1,8 @@
-"""What transformers takes a `config.json` for: the values that its model computes with.
+"""The values of a `config.json` that transformers' model computes with.
 
-A key that is left out has the default of the family's configuration class, which is not always that of the published
-models; a key may be said twice, or under another name. So both sides are read by that class: the checkpoint's file, and
-a file that says what `model.architecture` does. Whatever then differs would change the model's outputs.
+A missing key takes the default of the family's configuration class, which is not always that of the published models. A
+key may be given twice, or under another name. So that class reads both sides: the checkpoint's file, and a file
+with the values of `model.architecture`. Any difference would change the model's outputs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def check_meaning(config: Mapping[str, Any], written: Mapping[str, Any], arch: A
             return
     try:
         found = _values(config, arch)
-    # Whatever the library makes of somebody else's file is a problem of the file.
+    # The file is not ours, so any exception of the library is reported as a problem of the file.
     except Exception as error:
         value = one_line(f"{type(error).__name__}: {error}")
         yield Problem("config.json", value, "what transformers can read", "correct it, or fetch the file again")

@@ -40,7 +40,7 @@ from posttrain.config.schema import Architecture, Model
 from posttrain.errors import CheckpointError
 
 log = logging.getLogger(__name__)
-# What a tokenizer of the user's replaces, and a chat template of theirs.
+# Files that `model.tokenizer` and `model.chat_template` replace.
 _TOKENIZER_FILES = ("tiktoken.model", "tokenizer.model", "vocab.", "merges.txt", "added_tokens", "special_tokens_map")
 _TEMPLATE_FILES = ("chat_template.json", "additional_chat_templates/")
 
@@ -133,7 +133,7 @@ def patch_folder(
         source: The checkpoint; not changed.
         destination: The partial folder. Made twice, it holds the same bytes.
         model: The model's section of the configuration.
-        source_receipt: What the source holds; linked files keep their records.
+        source_receipt: Records of the source's files; linked files keep theirs.
         dropped: Tensors that are left out; see `tied_copies`.
         unties: `config.json` says that the output matrix is not the embedding.
 

@@ -1,8 +1,7 @@
 """The tokenizer of a patched copy: one that loads without code of the checkpoint's, as its files say, and can chat.
 
-Some repositories bring a `tiktoken.model` and a class of their own. What such a class does beside byte-level BPE, its
-pattern and its reserved tokens, is known for the classes in `TIKTOKEN_CLASSES`; their files are converted. Others need
-`model.tokenizer`, a folder with a `tokenizer.json`.
+Some repositories bring a `tiktoken.model` and their own class. `TIKTOKEN_CLASSES` has the pattern and the reserved
+tokens of the known classes, whose files are converted. Others need `model.tokenizer`, a folder with a `tokenizer.json`.
 """
 
 from __future__ import annotations
@@ -109,8 +108,8 @@ def tokenizer_changes(config: Mapping[str, Any], tokenizer: bytes | None, has_te
 def _obeys(name: str, tokenizer: bytes) -> bool:
     """Tell whether a class is known to take such a tokenizer.json as it is.
 
-    In transformers 5, classes rebuild parts of the file: LlamaTokenizer installs a pre-tokenizer of its own over the
-    byte-level one of DeepSeek's. Version 5.23 falls back to the generic class in that case; engines may have another.
+    In transformers 5, classes rebuild parts of the file: LlamaTokenizer replaces DeepSeek's byte-level
+    pre-tokenizer with its own. Version 5.23 falls back to the generic class in that case; engines may have another.
     """
     found = tokenizer_class_from_name(name)
     is_byte_level = b'"ByteLevel"' in tokenizer and b'"BPE"' in tokenizer

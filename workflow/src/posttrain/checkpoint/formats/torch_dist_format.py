@@ -22,7 +22,7 @@ from posttrain.artifacts import RelativeName
 from posttrain.errors import CheckpointError, reason_of
 
 METADATA_NAME, COMMON_NAME = ".metadata", "common.pt"
-# What Megatron from 0.19 on has in its place: an object among the shards.
+# Megatron from 0.19 on writes this object among the shards instead.
 COMMON_KEY = "common_state/shard_0_1"
 # What a pickle with wrong bytes makes an unpickler raise; torch's passes most of it on as it is.
 WRONG_PICKLE = (

@@ -30,8 +30,7 @@ class Bandwidths:
     Args:
         hub: From the Hub: a 10 Gbit/s line, well used.
         shared_storage: Shared storage as a whole, reads and writes together.
-        job: What one conversion or quantisation gets through, reading, hashing and writing included; or the check of an
-            export.
+        job: Throughput of one conversion, quantisation or check of an export, with reading, hashing and writing.
         node_disk: Writing to one node's own disk, hashing included.
     """
 
