@@ -14,6 +14,8 @@ from posttrain.reward.job import Job
 from posttrain.reward.shape import ShapeSettings
 
 DEADLINE_SECONDS = 2.0
+# For what was late once: on a busy machine that is no fault of the answer.
+PATIENCE_SECONDS = 100.0
 CONVENTIONS = ("math", "math_answer", "math_dapo", "math_deepscaler")
 # A number, which most text is refused for at sight, and an expression, for which an answer has to be read.
 LABELS = ("42", r"x^2+\sqrt{3}")
@@ -36,6 +38,18 @@ async def grade_beside_a_bystander(pool, jobs):
     return outcomes, delays
 
 
+def takes_too_long(job: Job) -> bool:
+    """Tell whether a job needs more than the deadline on a machine of its own: its time of a CPU, not the clock's."""
+    with GraderPool(PATIENCE_SECONDS, num_workers=1) as pool:
+        asyncio.run(pool.grade_all([Job(job.grader, (Answer("", "42"),))]))
+        (worker,) = [child for child in psutil.Process().children() if "posttrain.reward.worker" in child.cmdline()]
+        before = worker.cpu_times()
+        (found,) = asyncio.run(pool.grade_all([job]))
+        if isinstance(found, Failure):
+            return True
+        return sum(worker.cpu_times()[:2]) - sum(before[:2]) > DEADLINE_SECONDS
+
+
 def abuse(count: int) -> dict:
     """Grade hostile responses in all conventions in turn, and return what was measured."""
     asked = responses(count, seed=5)
@@ -50,12 +64,13 @@ def abuse(count: int) -> dict:
         outcomes, delays = asyncio.run(grade_beside_a_bystander(pool, jobs))
         grown = me.memory_info().rss - before
     failed = {place: found for place, found in enumerate(outcomes) if isinstance(found, Failure)}
+    late = [place for place, found in failed.items() if found.kind == "deadline"]
     return {
         "seconds": time.perf_counter() - started,
         "grown_mib": grown / 2**20,
         "delay_median": sorted(delays)[len(delays) // 2],
         "delay_most": max(delays),
-        "late": Counter(asked[place][0] for place, found in failed.items() if found.kind == "deadline"),
+        "late": Counter(asked[place][0] for place in late if takes_too_long(jobs[place])),
         "failed": {asked[place][0]: found for place, found in failed.items() if found.kind != "deadline"},
         "right": [asked[place][0] for place, found in enumerate(outcomes) if place not in failed and found[0].score],
     }

@@ -7,23 +7,29 @@ expensive is rejected before it is read, so that hostile text costs microseconds
 from __future__ import annotations
 
 import functools
+import math
 import re
+from fractions import Fraction
 from typing import Any
 
-from posttrain.reward.notation import MAX_LENGTH, number
+from posttrain.reward.notation import MAX_LENGTH, squeeze
 
+# Read at sight, since the grammar takes milliseconds. No exponents of over three digits: no memory holds 1e999999999.
+_DIGITS = r"\d{1,200}(?:\.\d{0,200})?|\.\d{1,200}"
+_NUMBER = re.compile(
+    rf"([+-]?(?:{_DIGITS}))(?:(?:[eE]|(?:\\times|\\cdot|\*)10\^)\{{?([+-]?\d{{1,3}})\}}?|/({_DIGITS}))?", re.ASCII
+)
 _MAX_COMMANDS = 60
 _MAX_CELLS = 64
 _REFUSED = re.compile(
     r"\d{201}"  # numbers of any length
-    r"|\d['_]|\d[eE][+-]?\d|\d\.\d+\.\d|--|\+\+"  # no numbers
+    r"|\d['_]|\d[eE][+-]?\d|\d\.\d+\.\d|--|\+\+|(?<![_\d])\d+ \d"  # no numbers
     r"|[-+*/^=]$|^[*/^]"  # half an expression
     r"|\^ ?\{? ?-? ?\d{5}"  # exponents over 9,999
     r"|\^ ?\{[^{}]*\d ?\^|\^ ?\d ?\^|\^ ?\{[^{}]*\^[^{}]*\{[^{}]*\^"  # towers of powers
     r"|!\)*!|\d{5} ?!|[)}\]] ?!"  # factorials of more than 9,999, of factorials and of what is computed
     r"|\\(?:sum|prod|int|iint|oint|lim|bigcup|dots|ldots|cdots)(?![a-z])"  # no end in sight
-    r"|\\binom\{[^{}]*(?:\d{5}|[\^!])|\\binom\{[^{}]*\}\{[^{}]*(?:\d{5}|[\^!])"
-    r"|[\x00-\x08]",
+    r"|\\binom\{[^{}]*(?:\d{5}|[\^!])|\\binom\{[^{}]*\}\{[^{}]*(?:\d{5}|[\^!])",
     re.ASCII,
 )
 _DECIMAL = re.compile(r"(?<![\d.])(\d*)\.(\d+)(?![\d.])", re.ASCII)
@@ -31,7 +37,7 @@ _DECIMAL = re.compile(r"(?<![\d.])(\d*)\.(\d+)(?![\d.])", re.ASCII)
 _POWER = re.compile(r"\^ ?(?:\{[^{}]*?(\d{2,})|(\d+))")
 _MAX_POWER = 10_000
 _POINTS = ((3, 7), (11, 5), (23, 9), (-2, 3), (-17, 4))
-_DIGITS = 30
+_PRECISION = 30
 _TOLERANCE = 1e-22
 
 
@@ -45,47 +51,40 @@ def same_value(left: str, right: str) -> bool:
     first, second = read_expression(left), read_expression(right)
     if first is None or second is None:
         return False
-    if hasattr(first, "shape") or hasattr(second, "shape"):
-        if getattr(first, "shape", None) != getattr(second, "shape", None):
-            return False
-        return all(_same_at_points(a, b) for a, b in zip(first.flat(), second.flat(), strict=True))
-    return _same_at_points(first, second)
-
-
-def is_proportional(left: tuple[str, str], right: tuple[str, str]) -> bool:
-    """Tell whether two equations, each a pair of sides, say the same: their differences are multiples of each other."""
-    sides = [read_expression(side) for side in (*left, *right)]
-    if any(side is None or hasattr(side, "shape") for side in sides):
+    if getattr(first, "shape", None) != getattr(second, "shape", None):
         return False
-    first, second = sides[0] - sides[1], sides[2] - sides[3]
+    cells = (side.flat() if hasattr(side, "shape") else [side] for side in (first, second))
+    return all(_same_at_points(a, b) for a, b in zip(*cells, strict=True))
+
+
+def is_proportional(*sides: str) -> bool:
+    """Tell whether two equations, of two sides each, say the same: their differences are multiples of each other."""
+    read = [read_expression(side) for side in sides]
+    if any(side is None or hasattr(side, "shape") for side in read):
+        return False
+    first, second = read[0] - read[1], read[2] - read[3]
     if not first.free_symbols or first.free_symbols != second.free_symbols:
         return False
     ratios = [a / b for a, b in _values(first, second) if b and a]
-    return len(ratios) > 1 and all(_is_close(ratio, ratios[0]) for ratio in ratios)
+    return len(ratios) > 1 and _agree([(ratio, ratios[0]) for ratio in ratios])
 
 
 def real_value(text: str) -> Any:
     """Return a real number, exact or rounded to 20 digits, or an infinity; None for anything else."""
     import sympy
 
-    value = {r"\infty": sympy.oo, r"-\infty": -sympy.oo}.get(text.replace(" ", "")) or read_expression(text)
+    value = {"∞": sympy.oo, "-∞": -sympy.oo}.get(text.replace(" ", "")) or read_expression(text)
     if value is None or hasattr(value, "shape") or not value.is_extended_real or value.free_symbols:
         return None
-    return value if value.is_infinite or value.is_Rational else sympy.Rational(str(value.evalf(_DIGITS).round(20)))
+    return value if value.is_infinite or value.is_Rational else sympy.Rational(str(value.evalf(_PRECISION).round(20)))
 
 
 def is_costly(text: str) -> bool:
     """Tell whether an expression is no answer, or one whose reading or computing could take more than moments."""
-    if len(text) > MAX_LENGTH or _REFUSED.search(text):
+    if len(text) > MAX_LENGTH or text.count("&") > _MAX_CELLS or _REFUSED.search(text):
         return True
-    if text.count("\\") > _MAX_COMMANDS + text.count("\\\\") * 2 or text.count("&") > _MAX_CELLS:
-        return True
-    total = 1
-    for found in _POWER.finditer(text):
-        total *= max(1, int(found[1] or found[2]))
-        if total > _MAX_POWER:
-            return True
-    return False
+    powers = (max(1, int(found[1] or found[2])) for found in _POWER.finditer(text))
+    return text.count("\\") > _MAX_COMMANDS + text.count("\\\\") * 2 or math.prod(powers) > _MAX_POWER
 
 
 def warm_up() -> None:
@@ -97,16 +96,16 @@ def warm_up() -> None:
 @functools.lru_cache(maxsize=256)
 def read_expression(text: str) -> Any:
     """Return a SymPy expression or matrix; None for anything else, and for what would cost too much."""
-    # Imported here: it takes a second, which answers that are plain numbers or words do not need.
+    # Imported here: it takes a second, which nobody needs who only names graders.
     import sympy
     from latex2sympy2_extended import latex2sympy
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 
-    if (exact := number(text)) is not None:
-        return sympy.Rational(exact.numerator, exact.denominator)
-    if is_costly(text):
-        return None
     try:
+        if plain := _NUMBER.fullmatch(squeeze(text)):
+            return sympy.Rational(Fraction(f"{plain[1]}e{plain[2] or 0}") / Fraction(plain[3] or 1))
+        if is_costly(text):
+            return None
         # The grammar itself and not `math_verify.parse`: that one reads X as x, drops words and units that it knows,
         # and sets its deadlines by signals, which a thread cannot have; ours is the worker's.
         found = latex2sympy(
@@ -133,10 +132,9 @@ def _as_fraction(decimal: re.Match[str]) -> str:
 def _same_at_points(left: Any, right: Any) -> bool:
     import sympy
 
-    if left == right:
-        return not left.has(sympy.nan, sympy.zoo, sympy.oo)
-    values = _values(left, right)
-    return bool(values) and all(_is_close(a, b) for a, b in values)
+    if left == right or (left.is_Rational and right.is_Rational):
+        return left == right and not left.has(sympy.nan, sympy.zoo, sympy.oo)
+    return _agree(_values(left, right))
 
 
 def _values(left: Any, right: Any) -> list[tuple[Any, Any]]:
@@ -149,14 +147,12 @@ def _values(left: Any, right: Any) -> list[tuple[Any, Any]]:
         for point in (_POINTS if letters else _POINTS[:1])
     ]
     # Not `subs`: exact numbers in nested roots take exponential time.
-    pairs = [tuple(side.evalf(_DIGITS, subs=point) for side in (left, right)) for point in points]
+    pairs = [tuple(side.evalf(_PRECISION, subs=point) for side in (left, right)) for point in points]
     finite = [pair for pair in pairs if all(value.is_number and value.is_finite for value in pair)]
     real = [pair for pair in finite if all(value.is_real for value in pair)]
     return real if len(real) > 1 else finite
 
 
-def _is_close(left: Any, right: Any) -> bool:
-    """Compare by the larger one: 1/2004! is not 1/2006!."""
-    if not left or not right:
-        return bool(left == right)
-    return bool(abs(left - right) <= _TOLERANCE * max(abs(left), abs(right)))
+def _agree(pairs: list[tuple[Any, Any]]) -> bool:
+    """Compare the values of each pair by the larger one: 1/2004! is not 1/2006!."""
+    return bool(pairs) and all(abs(a - b) <= _TOLERANCE * max(abs(a), abs(b)) for a, b in pairs)

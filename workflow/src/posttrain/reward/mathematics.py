@@ -14,7 +14,6 @@ from posttrain.reward.notation import MAX_LENGTH
 
 # As verl's math_dapo.py reads a response: its last 300 characters.
 DAPO_TAIL = 300
-_BOXED = "\\boxed{"
 # The final answer of a response stands at its end.
 _TAIL = 10_000
 # Emphasis and code of markdown around something: **42**, __42__, `42`. In 2*3*4 and a_1 nothing is emphasized.
@@ -23,8 +22,8 @@ _MARKUP = re.compile(r"(?<![\w*)}\]\\])(\*{1,3}|_{1,3}|`{1,3})(?=[^\s*_`])([^\n]
 _TAG = re.compile(r"</?(?:b|i|em|strong|u|code|answer|p|br)\s*/?>|~~[^~\n]{1,80}~~")
 _COUNT = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?"
 _VERB = (
-    r"(?:is|are|was|equals|becomes|(?:should|must|would|will|can only|has to) be|"
-    r"(?:comes|works|turns) out (?:to be|to|as|at)|comes to|[:=\u2192]|[-\u2013\u2014](?= ))"
+    r"(?:\b(?:is|are|was|equals|becomes|(?:should|must|would|will|can only|has to) be|"
+    r"(?:comes|works|turns) out (?:to be|to|as|at)|comes to)|[:=\u2192]|[-\u2013\u2014](?= ))"
 )
 # Statements of an answer: "42 is the answer" (group 1 has it), "the answer is 42", a heading, and GSM8K's "#### 72",
 # which a heading of words such as "#### Step 1" is not.
@@ -37,16 +36,18 @@ _STATED = re.compile(
     r"|(?<!#)####(?!#)(?![^\n]*\banswer)(?:(?! *(?:[A-Za-z]{2}|\n))|(?=[^\n]*\s*\Z))",
     re.IGNORECASE | re.MULTILINE,
 )
-_FILLERS = re.compile(
+# The first line, or that of a display, behind what only introduces an answer.
+_LINE = re.compile(
+    r"(?:(?:\$\$?|\\\[)\s*\n)?\s*"
     r"(?:(?:then|thus|therefore|hence|so|clearly|simply|just|exactly|precisely|indeed|obviously|now|actually|finally|"
     r"in fact|of course|only|also|always|definitely|certainly|surely|=>|equal to|given by|found to be|as follows|"
-    r"approximately|about|roughly|around|the (?:number|value|integer|fraction|set|interval|point)|:|,)[\s:,]+)+",
+    r"approximately|about|roughly|around|the (?:number|value|integer|fraction|set|interval|point)|:|,)[\s:,]+)*(.*)",
     re.IGNORECASE,
 )
 # Where a sentence goes on behind its answer.
 _REST = re.compile(
     r"[.!?](?=[\s\"'\u201d)]|$)"
-    r"|,? +(?:because|since|as|which|where|so|hence|therefore|thus|but|though|although|meaning|given|due|i\.e\.|who|and"
+    r"|,? +(?:because|since|as|which|where|so|hence|therefore|thus|but|though|although|meaning|given|due|i\.e|who|and"
     r" (?:that|this|so|it|we|the|not|they|there|then|hence|thus|therefore|is|I|nothing)|if (?:I|we))\b"
     r"| +[:;]-?[)D]|[\u2600-\U0001faff]"
     r"|[,;] +(?!(?:and|or)\b|\\)(?:[A-Za-z]{2,}|I\b)|;? +[-\u2013\u2014]+ +(?=[A-Za-z]{2})| +\((?=[A-Za-z]{2,}[ )-])"
@@ -57,10 +58,13 @@ _NUMBER = re.compile(
     rf"(?<![\w.,/^])[-+\u2212]?\$?(?:{_COUNT}|\.\d+)(?:[eE][+-]?\d{{1,3}}(?!\d))?(?: ?/ ?{_COUNT})?(?!\w)", re.ASCII
 )
 _NEGATED = re.compile(
-    r"(?:\bnot|n't|\bnever|\bcannot)(?: \w+){0,3} *$|^ *(?:is|was|are) +not\b|^ *(?:isn|wasn)", re.IGNORECASE
+    r"(?:\bnot|n't|\bnever|\bcannot)(?: \w+){0,3} *$"
+    r"|^ *(?:is|was|are|do|does|did|can|could|should|would|will)(?: ?(?:not|never)\b|n?['\u2019]t\b)",
+    re.IGNORECASE,
 )
 _SPAN = re.compile(r"\$\$(.+?)\$\$|\$(?=\S)([^$\n]*[^\s\\])\$(?!\d)|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
-_BRACE = re.compile(r"(?<!\\)[{}]")
+# An escaped brace is a sign of a set, and belongs to the text.
+_BRACE = re.compile(r"(?:\\boxed|(?<!\\))\{|(?<!\\)\}")
 
 
 def last_boxed(text: str) -> str | None:
@@ -69,21 +73,13 @@ def last_boxed(text: str) -> str | None:
     Args:
         text: Of any length and any form; the time is linear.
     """
-    starts: list[tuple[int, int]] = []
-    depth, found = 0, (-1, -1)
-    # An escaped brace is a sign of a set, and belongs to the text.
+    opened: list[int] = []
+    found = (-1, -1)
     for brace in _BRACE.finditer(text):
-        place = brace.start()
-        if brace[0] == "{":
-            if text.endswith(_BOXED, 0, place + 1):
-                starts.append((depth, place + 1))
-            depth += 1
-        else:
-            depth -= 1
-            if starts and starts[-1][0] == depth:
-                found = max(found, (starts.pop()[1], place))
-            elif depth < 0:
-                depth, starts = 0, []
+        if brace[0] != "}":
+            opened.append(-1 if brace[0] == "{" else brace.end())
+        elif opened:
+            found = max(found, (opened.pop(), brace.start()))
     return text[found[0] : found[1]] if found[0] >= 0 else None
 
 
@@ -97,7 +93,7 @@ def without_markup(text: str) -> str:
 
 def _lenient(text: str) -> str | None:
     boxed = last_boxed(text)
-    if boxed is not None or _BOXED in text:
+    if boxed is not None or "\\boxed{" in text:
         return boxed
     tail = without_markup(text)
     stated = last_match(_STATED, tail)
@@ -111,20 +107,11 @@ def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
 
 def _clause(text: str) -> str:
     """Return the answer of "the answer is ...": the line without what only introduces or explains it."""
-    line = text.strip(" \n\t#*_`").partition("\n")[0].rstrip("*_` ")[: 2 * MAX_LENGTH]
-    if line in ("$$", "\\[", "$"):
-        line = text.strip(" \n\t#*_`").partition("\n")[2].strip().partition("\n")[0]
-    if introduction := _FILLERS.match(line):
-        line = line[introduction.end() :]
-    end = next((rest.start() for rest in _REST.finditer(line) if _is_outside(line[: rest.start()])), len(line))
-    return line[:end].strip(" \t\"'\u201c\u201d\u2018\u2019*_`").rstrip("!?\u2713\u2714\u2705\u220e\u25a0 ")
-
-
-def _is_outside(text: str) -> bool:
-    """Tell whether what follows a text is neither inside of mathematics nor of brackets."""
-    pairs = (("\\(", "\\)"), ("\\[", "\\]"), ("{", "}"))
-    is_open = text.count("$") % 2 or any(text.count(opening) > text.count(closing) for opening, closing in pairs)
-    return bool(text.strip()) and not is_open
+    line = next(_LINE.finditer(text.strip(" \n\t#*_`")))[1].rstrip("*_` ")[: 2 * MAX_LENGTH]
+    # Inside of mathematics no sentence goes on.
+    rest = _REST.search(_SPAN.sub(lambda span: "0" * (len(span[0]) - 1) + span[0][-1], line), 1)
+    line = line[: rest.start()] if rest else line
+    return line.strip(" \t\"'\u201c\u201d\u2018\u2019*_`").rstrip("!?\u2713\u2714\u2705\u220e\u25a0 ")
 
 
 def _last_value(text: str) -> str | None:
@@ -145,17 +132,12 @@ def _dapo(text: str) -> str | None:
     return boxed if boxed is not None else _clause(found[-1])
 
 
-def _after_thinking(text: str) -> str | None:
-    _, end, said = text.rpartition("</think>")
-    return last_boxed(said) if end else None
-
-
 # Where each grader finds the answer of a response; docs/rewards.md describes them.
 CONVENTIONS: Mapping[str, Callable[[str], str | None]] = {
     "math": last_boxed,
     "math_answer": _lenient,
     "math_dapo": _dapo,
-    "math_deepscaler": _after_thinking,
+    "math_deepscaler": lambda text: last_boxed(text.rpartition("</think>")[2]) if "</think>" in text else None,
 }
 
 
@@ -184,6 +166,4 @@ def labels_of(label: Any) -> list[str]:
     if not isinstance(label, str):
         raise ValueError(f"no label for mathematics: {label!r}; allowed are text, numbers and lists of them")
     boxed = last_boxed(label)
-    if boxed is not None:
-        return [boxed]
-    return [label.rpartition("####")[2].strip()[: MAX_LENGTH + 1]]
+    return [label.rpartition("####")[2].strip()[: MAX_LENGTH + 1] if boxed is None else boxed]

@@ -10,9 +10,10 @@ from posttrain.reward.answer import Answer
 from posttrain.reward.mathematics import last_boxed, last_match, without_markup
 
 _STYLE = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mathsf)\s*\{([^{}]*)\}|\$|\\[()\[\] ,]")
+_REJECTED = r"(?! (?:is|was|can)(?:n['\u2019]t|['\u2019]t| ?not| never| wrong| incorrect| false)\b)"
 # A letter by itself, the only one: "a" and "I" are words where another word follows that explains nothing.
 _LETTER = (
-    r"[(\[{]?([A-Z])(?:[)\]}]|(?![\w'\u2019]))(?! *(?:and|or|,|/|&) *[(\[]?(?-i:[A-Z])\b)"
+    rf"[(\[{{]?([A-Z])(?:[)\]}}]|(?![\w'\u2019])){_REJECTED}(?! *(?:and|or|,|/|&) *[(\[]?(?-i:[A-Z])\b)"
     r"(?:(?<![aAI])|(?! +(?!because|since|as|which|so|for|due|given|is|by|with|and|but|not)[a-z]))"
 )
 _IS = (
@@ -23,14 +24,12 @@ _STATED = re.compile(
     r"|(?:\b|\()([A-Z])\)? is (?:the )?(?:correct|right|best|answer)",
     re.IGNORECASE,
 )
-_BRACKETED = re.compile(r"(?<!not )\(([A-Z])\)")
+_BRACKETED = re.compile(rf"(?<!not )\(([A-Z])\){_REJECTED}")
 _CHOSEN = re.compile(rf"\b(?:option|choice|choose|chose|pick|select|go with):? +{_LETTER}", re.IGNORECASE)
-_ALONE = re.compile(r"[\s*(]*([A-Z])[\s*).:]*", re.IGNORECASE)
-_LABELLED = re.compile(r"\s*(?:\(([A-Z])\)|([A-Z])[).:])")
+_ALONE = re.compile(r"[\s#*(]*([A-Z])[\s*).:]*", re.IGNORECASE)
+_LABELLED = re.compile(rf"\s*(?:\(([A-Z])\)|([A-Z])[).:]){_REJECTED}")
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
-# A choice is stated at the end.
-_TAIL = 10_000
 
 
 def exact_match(answer: Answer) -> float:
@@ -69,14 +68,10 @@ def _texts(label: object) -> list[str]:
 
 def _stated_letter(text: str) -> str | None:
     boxed = last_boxed(text)
-    if boxed is not None:
-        plain = _STYLE.sub(r"\1", boxed)
-        found = _ALONE.fullmatch(plain) or _LABELLED.match(plain)
-    else:
-        plain = without_markup(_STYLE.sub(r"\1", text[-_TAIL:])).strip()
-        patterns = (_STATED, _BRACKETED, _CHOSEN)
-        found = next((last for pattern in patterns if (last := last_match(pattern, plain))), None)
-        found = found or _ALONE.fullmatch(plain.rpartition("\n")[2]) or _LABELLED.match(plain)
+    plain = _STYLE.sub(r"\1", without_markup(text) if boxed is None else boxed).strip()
+    patterns = (_STATED, _BRACKETED, _CHOSEN) if boxed is None else ()
+    found = next((last for pattern in patterns if (last := last_match(pattern, plain))), None)
+    found = found or _ALONE.fullmatch(plain.rpartition("\n")[2]) or _LABELLED.match(plain)
     return next(filter(None, found.groups())).upper() if found else None
 
 
