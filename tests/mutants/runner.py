@@ -26,8 +26,10 @@ from tests.support.workflow_runs import ROOT
 LIBRARY = ROOT / "workflow" / "src" / "posttrain"
 # Longer than any of the tests takes on a busy machine: a mutant that hangs is found, too.
 TIMEOUT_SECONDS = 120
+# A loop that does not end any more may collect without end, too.
+MEMORY_BYTES = 8 << 30
 SERVER = """
-import contextlib, gc, io, json, os, signal, sys
+import contextlib, gc, io, json, os, resource, signal, sys
 sys.path.insert(0, sys.argv[1])
 import pytest, _pytest.assertion.rewrite
 import numpy, torch, safetensors.torch, transformers, psutil, aiohttp, omegaconf, xxhash, hypothesis
@@ -67,6 +69,7 @@ for line in sys.stdin:
         os.dup2(output, 1)
         os.dup2(output, 2)
         signal.alarm(call["timeout"])
+        resource.setrlimit(resource.RLIMIT_DATA, (call["memory"], call["memory"]))
         for name in [*sys.modules]:
             if name in call["stale"] or name.split(".")[0] == "tests":
                 del sys.modules[name]
@@ -118,7 +121,7 @@ class MutantRunner:
         """Return how pytest ends: 0 when all tests of a module pass."""
         call = {
             "tests": list(TARGETS[module]), "stale": sorted(dependents(module)),
-            "output": str(self._output), "timeout": TIMEOUT_SECONDS,
+            "output": str(self._output), "timeout": TIMEOUT_SECONDS, "memory": MEMORY_BYTES,
         }  # fmt: skip
         assert self._server.stdin
         assert self._server.stdout

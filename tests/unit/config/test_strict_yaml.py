@@ -7,7 +7,7 @@ import yaml
 
 from posttrain.config.command_line import CONFIG_DIR, read_request
 from posttrain.config.load import merge
-from posttrain.config.strict_yaml import MAX_BYTES, MAX_DEPTH, MAX_VALUES, faults_of, read_mapping
+from posttrain.config.strict_yaml import MAX_DEPTH, MAX_VALUES, faults_of, read_mapping
 from posttrain.errors import ConfigError
 
 
@@ -72,29 +72,48 @@ def test_aliases_count_in_full_before_anything_is_constructed(kind: str, tmp_pat
 
 
 def test_depth_size_and_length_are_bounded(tmp_path: Path) -> None:
-    assert refused("a: " + "[" * MAX_DEPTH + "]" * MAX_DEPTH, tmp_path)[0].startswith("line 1: more than")
-    assert not list(faults_of("a: " + "[" * (MAX_DEPTH - 1) + "]" * (MAX_DEPTH - 1)))
-    assert refused("a: [" + "1," * MAX_VALUES + "]", tmp_path)[0].startswith("line 1: more than")
-    assert refused("#" * (MAX_BYTES + 1), tmp_path) == [f"more than {MAX_BYTES} bytes"]
+    """32 levels, 10,000 values (a mapping, a key, two lists and what is in them) and a MiB pass; one more does not."""
+    limit = "more than 10000 values or 32 levels"
+    assert refused("a:\n - " + "[" * 31 + "]" * 31, tmp_path) == [f"line 2: {limit}"]
+    assert refused("a:\n - [" + "1," * 9_997 + "]", tmp_path) == [f"line 2: {limit}"]
+    assert refused("#" * (2**20 + 1), tmp_path) == ["more than 1048576 bytes"]
+    for text in ("a:\n - " + "[" * 30 + "]" * 30, "a:\n - [" + "1," * 9_996 + "]"):
+        assert not list(faults_of(text))
+    path = tmp_path / "mine.yaml"
+    path.write_text("a: 1\n".ljust(2**20, "#"))
+    assert read_mapping(path) == {"a": 1}
+
+
+LINE, FILE, SECTION = "correct that line", "correct the path or the file", "write `section: {key: value}`"
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "found", "remedy"),
     [
-        (b"a: 1\nb: [\n", "line 3: while parsing a flow node did not find expected node content"),
-        (b"a: 1\n---\nb: 2\n", "line 2: expected a single document in the stream but found another document"),
-        (b"a: !!python/name:os.system x\n", "line 1: could not determine a constructor"),
-        (b"a: \xff\n", "'utf-8' codec can't decode byte 0xff"),
-        (b"- 1\n", "a list at its top level"),
-        (b"tiny\n", "a str at its top level"),
+        (b"a: 1\nb: [\n", "line 3: while parsing a flow node did not find expected node content", LINE),
+        (b"a: 1\n---\nb: 2\n", "line 2: expected a single document in the stream but found another document", LINE),
+        (b"a: !!python/name:os.system x\n", "line 1: could not determine a constructor", LINE),
+        (b"a: \xff\n", "'utf-8' codec can't decode byte 0xff", FILE),
+        (b"- 1\n", "a list at its top level", SECTION),
+        (b"tiny\n", "a str at its top level", SECTION),
     ],
 )
-def test_a_broken_file_is_a_problem_with_its_line(text: bytes, found: str, tmp_path: Path) -> None:
+def test_a_broken_file_is_a_problem_with_its_line(text: bytes, found: str, remedy: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_bytes(text)
-    with pytest.raises(ConfigError) as caught:
-        read_mapping(path)
-    assert caught.value.problems[0].value.startswith(found)
+    for name in ("", "my file"):
+        with pytest.raises(ConfigError) as caught:
+            read_mapping(path, name)
+        (problem,) = caught.value.problems
+        assert problem.value.startswith(found)
+        assert (problem.key, problem.remedy) == (name or str(path), remedy)
+        assert problem.allowed == "a YAML file of keys and values"
+
+
+def test_values_are_constructed_by_who_is_asked_to_once_they_are_checked(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("a: 1\n")
+    assert read_mapping(path, load=lambda text: {"made of": text}) == {"made of": "a: 1\n"}
 
 
 def test_an_empty_file_has_no_keys_and_json_may_have_tabs(tmp_path: Path) -> None:

@@ -113,7 +113,10 @@ def test_without_engines_nothing_is_measured_between_steps() -> None:
 
 def test_an_unpinned_suite_is_planned_and_not_fetched() -> None:
     config = resolve({"sums": {"repo_id": "owner/name", "revision": UNPINNED, "split": "test"}}).config
-    assert [problem.key for problem in find_refusals(config, ["download_rows", "evaluate"])] == [f"{SUITE}.revision"]
+    (problem,) = find_refusals(config, ["download_rows", "evaluate"])
+    assert (problem.key, problem.value) == (f"{SUITE}.revision", UNPINNED)
+    assert problem.allowed.startswith("40 hex digits")
+    assert problem.remedy == "give the commit that the page of owner/name shows"
     assert not find_refusals(config, ["evaluate"])
 
 
@@ -130,6 +133,7 @@ def test_own_functions_of_suites_are_not_learned_from(tmp_path: Path, monkeypatc
 
 
 def test_when_it_is_due() -> None:
-    config = resolve(words="evaluation.interval=3").config
-    assert [finished for finished in range(10) if evaluation_is_due(config, finished)] == [3, 6, 9]
+    for interval, due in ((1, [*range(1, 10)]), (3, [3, 6, 9])):
+        config = resolve(words=f"evaluation.interval={interval}").config
+        assert [finished for finished in range(10) if evaluation_is_due(config, finished)] == due
     assert not any(evaluation_is_due(resolve().config, finished) for finished in range(10))

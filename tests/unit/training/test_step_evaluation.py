@@ -17,6 +17,7 @@ from posttrain.config.suites import exams_of
 from posttrain.data.chat import ChatTokenizer
 from posttrain.engines.client import EngineClient
 from posttrain.evaluation.heldout import Exam
+from posttrain.observability.rank_progress import EVALUATION, PROGRESS_VARIABLE, read_progress
 from posttrain.reward.graders import GraderPool
 from posttrain.training.step_evaluation import StepEvaluation, result_of
 from posttrain.types import Prompt
@@ -87,6 +88,20 @@ def test_a_result_belongs_to_the_weights_that_answered(opened: tuple[StepEvaluat
     with pytest.raises(RuntimeError, match="expected \\(8,\\)"):
         evaluation.measure(8)
     assert not result_of(tmp_path / "evaluations", 8).exists()
+
+
+def test_whoever_watches_the_rank_is_told_that_it_waits_for_engines(
+    opened: tuple[StepEvaluation, Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PROGRESS_VARIABLE, str(tmp_path / "progress"))
+    evaluation, _ = opened
+    evaluation.measure(4)
+    told = read_progress(tmp_path / "progress")
+    assert told
+    assert (told.step, told.phase) == (4, EVALUATION)
+    loop = evaluation._runner.get_loop()
+    loop.run_until_complete(asyncio.sleep(0))
+    assert not asyncio.all_tasks(loop), "and no longer than it waits"
 
 
 def test_a_run_that_goes_on_measures_its_weights_again(opened: tuple[StepEvaluation, Engine], tmp_path: Path) -> None:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Iterator
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from tests.support.megatron_single import initialize_single_rank, test_config
+from tests.support.tiny_checkpoint import TINY
 
+from posttrain.engines.client import EngineClient
 from posttrain.planner.sizing.phases import (
     ENGINE_CACHE,
     ENGINE_WEIGHTS,
@@ -16,7 +23,7 @@ from posttrain.planner.sizing.phases import (
     PHASES,
     TRAINER,
 )
-from posttrain.training.turns import ENGINE, Turns
+from posttrain.training.turns import ENGINE, SleepingEngines, Turns
 
 NAMES = (*PHASES, *LIKE_OTHERS)
 LONGEST = 6
@@ -117,6 +124,59 @@ def test_the_same_phase_again_moves_nothing() -> None:
         done = len([parts for word, parts in log if parts])
         turns.enter(name)
         assert len([parts for word, parts in log if parts]) == done, name
+
+
+@pytest.fixture
+def opened() -> Iterator[tuple[SleepingEngines, list[tuple[str, list[str]]]]]:
+    """Engines on rank 0, and what they are asked for: path and parts."""
+    initialize_single_rank(test_config(TINY))
+    asked: list[tuple[str, list[str]]] = []
+
+    async def handle(request: web.Request) -> web.Response:
+        body = await request.json() if request.can_read_body else {}
+        if "occupation" in request.path or request.path.startswith("/health"):
+            asked.append((request.path, sorted(body.get("tags", ()))))
+        return web.json_response({"success": True})
+
+    application = web.Application()
+    application.router.add_route("*", "/{path:.*}", handle)
+    with asyncio.Runner() as runner:
+        server = TestServer(application)
+        runner.run(server.start_server())
+        client = EngineClient([str(server.make_url(""))], "", 10)
+        runner.run(client.__aenter__())
+        yield SleepingEngines(client, runner, 10), asked
+        runner.run(client.__aexit__(None, None, None))
+        runner.run(server.close())
+
+
+RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
+CACHE = ["cuda_graph", "kv_cache"]
+
+
+def test_engines_give_back_everything_once_they_are_ready(opened, caplog: pytest.LogCaptureFixture) -> None:
+    engines, asked = opened
+    with caplog.at_level(logging.INFO):
+        engines.start()
+    assert asked[0][0].startswith("/health")
+    assert asked[-1] == (RELEASE, [*CACHE, "weights"])
+    assert "engines are ready, and sleep while the trainer loads" in caplog.text
+
+
+def test_engines_are_asked_for_their_own_parts_alone(opened) -> None:
+    engines, asked = opened
+    for parts in ([TRAINER, ENGINE_CACHE], [TRAINER, OPTIMIZER], [ENGINE_WEIGHTS]):
+        engines.sleep(parts)
+        engines.wake(parts)
+    assert asked == [(RELEASE, CACHE), (RESUME, CACHE), (RELEASE, ["weights"]), (RESUME, ["weights"])]
+
+
+def test_ranks_without_a_client_wait_for_the_others() -> None:
+    initialize_single_rank(test_config(TINY))
+    with asyncio.Runner() as runner:
+        engines = SleepingEngines(None, runner, 10)
+        engines.start()
+        engines.wake(ENGINE)
 
 
 def test_weights_are_published_to_engines_that_are_awake() -> None:

@@ -14,7 +14,7 @@ from tests.support.tiny_checkpoint import TINY
 from posttrain.checkpoint.formats.safetensors_io import TensorSpec
 from posttrain.engines.in_sglang.posttrain_plugin.followed import Box
 from posttrain.engines.in_sglang.posttrain_plugin.held import pack
-from posttrain.weight_sync.holdings import CODES, HeldPart, Holdings
+from posttrain.weight_sync.holdings import CODES, HeldPart, Holdings, listed
 
 SENT = {
     "a.weight": TensorSpec((4, 2), "F8_E4M3"),
@@ -61,9 +61,8 @@ def test_parts_have_numbers_of_their_own_and_ranks_name_them() -> None:
             HeldPart("a.weight", Box(2, 0, 2, 2), CODES),
         ]
         assert held.of_ranks == [[[0, 1, 2], [3, 1, 2]], [[2, 0, 1]]]
-        assert ["c.weight" in names for names in held.without] == [True, True], "which no rank of theirs has"
-        assert ["b.weight" in names for names in held.without] == [False, True], "derived from others there"
-        assert "a.weight" not in held.without[0]
+        assert held.without == ["c.weight", "b.weight, c.weight"], "which no rank has, or which is derived there"
+        assert held.firsts == {(0, 0): 0, (0, 1): 1, (0, 2): 2, (1, 0): 3}
         assert holdings.held is held
         holdings.forget()
         assert holdings.held.of_ranks == held.of_ranks
@@ -73,11 +72,16 @@ def test_parts_have_numbers_of_their_own_and_ranks_name_them() -> None:
 def test_scales_are_expected_where_codes_are_held() -> None:
     as_numbers = [[0, 0, 0, 4, 2, "bfloat16"], [2, 0, 0, 2, 2, "bfloat16"], [3, 0, 0, 2, 2, "bfloat16"]]
     as_codes = [[0, 0, 0, 4, 2, CODES], *as_numbers[1:]]
-    holdings, runner = held_of(Engines([(as_numbers, [])], [(as_codes, [])]))
+    scale = [1, 0, 0, 1, 1, "float32"]
+    engines = Engines([(as_numbers, [])], [(as_codes, [])], [([*as_numbers, scale], [])], [([*as_codes, scale], [])])
+    holdings, runner = held_of(engines)
     with runner:
-        numbers, codes = holdings.held.without
-    assert not numbers
-    assert "a.weight_scale_inv" in codes
+        assert holdings.held.without == ["", "a.weight_scale_inv", "a.weight_scale_inv", ""]
+
+
+def test_five_names_are_listed_and_the_others_counted() -> None:
+    assert [listed("abcdefgh"[:count]) for count in (0, 1, 5)] == ["", "a", "a, b, c, d, e"]
+    assert [listed("abcdefgh"[:count]) for count in (6, 8)] == ["a, b, c, d, e and 1 more", "a, b, c, d, e and 3 more"]
 
 
 def test_a_rank_without_a_client_holds_nothing() -> None:

@@ -51,10 +51,65 @@ def _cuts(shape: tuple[int, int], drawn: random.Random) -> dict[Box, list[int]]:
     ("holders", "words"),
     [
         ({}, "too little of it"),
-        ({Box(0, 0, 3, 4): [0]}, "too little of it"),
+        ({Box(0, 0, 3, 4): [0], Box(3, 0, 1, 3): [1]}, "too little of it"),
         ({Box(0, 0, 4, 4): [0], Box(2, 0, 2, 4): [1]}, "some of it twice"),
     ],
 )
 def test_what_nobody_has_is_named(holders: dict[Box, list[int]], words: str) -> None:
     with pytest.raises(ValueError, match=rf"w, Box\(row=0.*{words}"):
         plan_letters([[HeldPart("w", Box(0, 0, 4, 4), "bfloat16")]], {"w": holders}, 512)
+
+
+ROUND_BYTES = 512
+
+
+def rounds_of(parts: list[tuple[str, int, int, int]]) -> dict[str, int]:
+    """Return the round of each part, in the order in which they are planned.
+
+    Args:
+        parts: Of each its name, its bytes, the one sender that has it and the receiver that keeps it.
+    """
+    held: list[list[HeldPart]] = [[] for _ in range(1 + max(receiver for *_, receiver in parts))]
+    holders = {}
+    for name, num_bytes, sender, receiver in parts:
+        box = Box(0, 0, 1, num_bytes // 2)
+        held[receiver].append(HeldPart(name, box, "bfloat16"))
+        holders[name] = {box: [sender]}
+    return {letter.name: letter.piece.round for letter in plan_letters(held, holders, ROUND_BYTES)}
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        # A sender fills a round; what does not fit waits, and what is larger goes alone.
+        ([("a", 256, 0, 0), ("b", 256, 0, 1), ("c", 16, 0, 2)], {"a": 0, "b": 0, "c": 1}),
+        ([("a", 1536, 0, 0), ("b", 16, 0, 0)], {"a": 0, "b": 1}),
+        # A receiver takes two senders' rounds at a time.
+        ([("a", 512, 0, 0), ("b", 512, 1, 0), ("c", 16, 2, 0)], {"a": 0, "b": 0, "c": 1}),
+        # Three senders: the second is the first of the second round, in which the third has its turn.
+        (
+            [(f"{sender}{number}", 512, sender, 0) for sender in range(3) for number in range(2)],
+            {"00": 0, "01": 2, "10": 0, "11": 1, "20": 1, "21": 2},
+        ),
+        # Of a sender in the order of the Hub's tensors, whoever keeps them.
+        ([("z", 256, 0, 1), ("a", 256, 0, 0), ("y", 512, 0, 0)], {"z": 0, "a": 0, "y": 1}),
+    ],
+)
+def test_rounds_by_hand(parts: list[tuple[str, int, int, int]], expected: dict[str, int]) -> None:
+    assert [*rounds_of(parts).items()] == [*expected.items()]
+
+
+def test_a_part_comes_from_whoever_has_least_to_send_then_from_the_first() -> None:
+    box, everybody = Box(0, 0, 1, 256), [2, 1]
+    holders = {"a": {box: [1]}, "b": {box: everybody}, "c": {box: everybody}}
+    letters = plan_letters([[HeldPart(name, box, "bfloat16") for name in holders]], holders, ROUND_BYTES)
+    assert {letter.name: letter.sender for letter in letters} == {"a": 1, "b": 2, "c": 1}
+    assert spread(letters, 2 + 1) == 2.0, "1024 bytes where the mean is 512"
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 64), ("bfloat16", 32), ("float16", 32), ("float8_e4m3fn", 16)])
+def test_the_bytes_of_a_letter(dtype: str, size: int) -> None:
+    """Of fifteen numbers, aligned to sixteen bytes."""
+    box = Box(0, 0, 3, 5)
+    (letter,) = plan_letters([[HeldPart("a", box, dtype)]], {"a": {box: [0]}}, ROUND_BYTES)
+    assert letter.num_bytes == size

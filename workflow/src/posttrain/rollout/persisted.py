@@ -83,7 +83,6 @@ class RolloutStore:
             shape = (row.shape[0], row.shape[1], row.shape[2])
             found.append(Routes(str(path), offset, shape, row.dtype.name, xxhash.xxh3_64_hexdigest(row.data)))
             offset += row.nbytes
-        path.parent.mkdir(parents=True, exist_ok=True)
         artifacts.write_atomic(path, lambda file: file.writelines(row.data for row in rows))
         return found
 

@@ -68,7 +68,6 @@ class StepEvaluation:
             RuntimeError: An engine served other weights, or graders failed too often.
         """
         results = self._runner.run(self._measure(finished))
-        self._folder.mkdir(exist_ok=True)
         write_json(result_of(self._folder, finished), {"finished": finished, "exams": results})
         return {
             f"evaluation/{name}/{key}": result[key]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -70,7 +70,7 @@ class Holdings:
 
     values: ServedValues
     client: EngineClient | None
-    runner: asyncio.Runner = field(repr=False)
+    runner: asyncio.Runner
 
     @cached_property
     def held(self) -> Held:

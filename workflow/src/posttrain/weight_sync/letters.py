@@ -58,25 +58,25 @@ def plan_letters(
     Raises:
         ValueError: Nobody has a part of what is kept; names it.
     """
-    loads: dict[int, int] = {}
+    loads = Counter[int]()
     order = {name: number for number, name in enumerate(holders)}
     letters = []
     for receiver, parts in enumerate(held):
         for number, part in enumerate(parts):
             for letter in _letters_of(part, number, receiver, holders.get(part.name, {}), loads):
-                loads[letter.sender] = loads.get(letter.sender, 0) + letter.num_bytes
+                loads[letter.sender] += letter.num_bytes
                 letters.append(letter)
     letters.sort(key=lambda letter: (letter.sender, order[letter.name], letter.made, letter.receiver))
     return [*_in_rounds(letters, round_bytes)]
 
 
 def _letters_of(
-    part: HeldPart, number: int, receiver: int, holders: Mapping[Box, Sequence[int]], loads: Mapping[int, int]
+    part: HeldPart, number: int, receiver: int, holders: Mapping[Box, Sequence[int]], loads: Counter[int]
 ) -> Iterator[Letter]:
     missing = part.box.rows * part.box.columns
     for made, senders in holders.items():
         if both := made.meets(part.box):
-            sender = min(senders, key=lambda rank: (loads.get(rank, 0), rank))
+            sender = min(senders, key=lambda rank: (loads[rank], rank))
             piece = Piece(0, number, both.within(part.box))
             yield Letter(sender, receiver, part.name, made, both, part.dtype, piece)
             missing -= both.rows * both.columns
