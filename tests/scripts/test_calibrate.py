@@ -101,6 +101,7 @@ def test_a_step_whose_head_was_killed_goes_on(tmp_path: Path) -> None:
     assert receipt_of(step.folder).read_bytes() == before
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.faults("kills")
 def test_many_killed_heads_leave_the_bytes_of_none(tmp_path: Path, faults: FaultRecord) -> None:
     calm, killed, begun = Step(tmp_path / "calm"), Step(tmp_path / "killed"), time.monotonic()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.artifacts import lease as lease_module
 from posttrain.artifacts.lease import (
     HEARTBEAT_DEAD_SECONDS,
     Lease,
@@ -98,6 +99,14 @@ def test_a_reused_process_id_is_not_the_holder(tmp_path: Path) -> None:
         assert second.epoch == 2
 
 
+@pytest.fixture
+def short_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A heartbeat that is too old is watched for a moment."""
+    monkeypatch.setattr(lease_module, "WATCH_SECONDS", 0.1)
+    monkeypatch.setattr(lease_module, "HEARTBEAT_SECONDS", 0.05)
+
+
+@pytest.mark.usefixtures("short_watch")
 def test_another_host_is_judged_by_its_heartbeat(tmp_path: Path) -> None:
     folder = held_on(tmp_path, "elsewhere")
     heartbeat = folder / "epoch-000001.heartbeat"
@@ -124,6 +133,7 @@ def test_a_holder_in_a_job_is_judged_by_its_scheduler(
             assert second.epoch == 2
 
 
+@pytest.mark.usefixtures("short_watch")
 def test_who_comes_in_a_dead_ones_place_waits_for_its_last_heartbeat(tmp_path: Path) -> None:
     folder = held_on(tmp_path, "a-pod-that-is-gone")
     almost_dead = time.time() - HEARTBEAT_DEAD_SECONDS + 2

@@ -91,6 +91,7 @@ def test_what_was_found_is_what_the_quantiser_reads(calibrated: Path) -> None:
     assert merged.input_amax([name]) == torch.stack(seen).max()
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.faults("kills")
 @pytest.mark.parametrize("killed", ["one", "experts", "tensors"])
 def test_many_kills(folder: Path, killed: str, faults: FaultRecord) -> None:

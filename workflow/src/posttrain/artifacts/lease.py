@@ -7,7 +7,9 @@ when it checks before its next commit, and stops (fencing).
 
 Dead means: where the holder's process ids are ours (same host, start of the machine and process namespace), no process
 with its id and start time; where it runs in a job of a scheduler that can be asked, the job is over (another process of
-the same job is its next run, and takes over); elsewhere, no heartbeat for `HEARTBEAT_DEAD_SECONDS`.
+the same job is its next run, and takes over); elsewhere, no heartbeat for `HEARTBEAT_DEAD_SECONDS`. Clocks of different
+machines differ, are set, and stop while a machine is suspended: whoever takes over has watched the heartbeat by its own
+monotonic clock.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ log = logging.getLogger(__name__)
 # Shared file systems show changes of others up to a minute late: twice that without a sign, after two dozen of them.
 HEARTBEAT_SECONDS = 5.0
 HEARTBEAT_DEAD_SECONDS = 120.0
+# For so long a heartbeat that is older than that is watched before its holder counts as dead: a minute, and a beat.
+WATCH_SECONDS = 65.0
 _EPOCH = re.compile(r"epoch-(\d+)\.json")
 
 
@@ -96,7 +100,8 @@ class Lease:
             it is, but sees its last heartbeat.
 
     Raises:
-        LeaseHeldError: On entry, when somebody alive holds it.
+        LeaseHeldError: On entry, when somebody alive holds it. Where the clocks leave that open, entry takes as long
+            as it takes to be sure.
     """
 
     def __init__(
@@ -111,6 +116,7 @@ class Lease:
         self._folder = folder
         self._job, self._job_is_alive, self._wait_seconds = job, job_is_alive, wait_seconds
         self._holder: Holder | None = None
+        self._watch = _Watch(subject, folder)
         self._stop = threading.Event()
 
     def __enter__(self) -> Lease:
@@ -148,13 +154,15 @@ class Lease:
 
     def _acquire(self) -> Holder:
         wait_until = time.monotonic() + self._wait_seconds
-        while (current := read_holder(self._folder)) is not None and not self._may_take_over(current):
-            if (remaining := wait_until - time.monotonic()) > 0:
-                time.sleep(min(HEARTBEAT_SECONDS, remaining))
-                continue
-            raise LeaseHeldError(
-                f"{self._subject} is being written by {current}; wait for it to end, or end it, then run again"
-            )
+        while (current := read_holder(self._folder)) is not None:
+            if (is_alive := self._is_alive(current)) is False:
+                break
+            remaining = wait_until - time.monotonic()
+            if is_alive and remaining <= 0:
+                raise LeaseHeldError(
+                    f"{self._subject} is being written by {current}; wait for it to end, or end it, then run again"
+                )
+            time.sleep(min(HEARTBEAT_SECONDS, remaining) if is_alive else HEARTBEAT_SECONDS)
         mine = _this_process((current.epoch if current else 0) + 1, self._job)
         # The heartbeat first: whoever sees the epoch finds its holder alive.
         heartbeat = _heartbeat_path(self._folder, mine.epoch)
@@ -166,10 +174,13 @@ class Lease:
             raise LeaseHeldError(f"{self._subject}: another process was faster; run again to follow it") from error
         return mine
 
-    def _may_take_over(self, current: Holder) -> bool:
+    def _is_alive(self, current: Holder) -> bool | None:
+        """Tell whether the lease is held; None as long as that is not known."""
         # A scheduler runs a job once at a time; a run that it has lost sight of is fenced off by our epoch.
-        is_earlier_run = bool(self._job) and current.job == self._job and not _is_here(current)
-        return is_earlier_run or _is_free(self._folder, current, self._job_is_alive)
+        if self._job and current.job == self._job and not _is_here(current):
+            return False
+        is_free = _is_known_free(self._folder, current, self._job_is_alive)
+        return self._watch.is_alive(current) if is_free is None else not is_free
 
     def _keep_beating(self) -> None:
         is_failing = False
@@ -182,6 +193,40 @@ class Lease:
                 if not is_failing:
                     log.warning("no heartbeat in %s, it is tried again: %s", self._folder, error)
                 is_failing = True
+
+
+class _Watch:
+    """Looks again and again whether a heartbeat goes on.
+
+    Args:
+        subject: What the lease is for, for messages.
+        folder: Of the lease.
+    """
+
+    def __init__(self, subject: Path, folder: Path):
+        self._subject, self._folder = subject, folder
+        self._epoch, self._beat_ns, self._since = 0, 0, 0.0
+        self._has_changed = False
+
+    def is_alive(self, holder: Holder) -> bool | None:
+        """Tell whether a holder gives signs of life; None where it has to be watched for longer."""
+        try:
+            beat = _heartbeat_path(self._folder, holder.epoch).stat()
+        except FileNotFoundError:
+            return False
+        age, now = time.time() - beat.st_mtime, time.monotonic()
+        is_first = holder.epoch != self._epoch
+        if is_first or beat.st_mtime_ns != self._beat_ns:
+            self._has_changed = not is_first
+            self._epoch, self._beat_ns, self._since = holder.epoch, beat.st_mtime_ns, now
+        if now - self._since >= (WATCH_SECONDS if age > HEARTBEAT_DEAD_SECONDS else HEARTBEAT_DEAD_SECONDS):
+            return False
+        if self._has_changed or abs(age) <= HEARTBEAT_DEAD_SECONDS:
+            return True
+        if is_first:
+            when = f"{age:,.0f} s ago" if age > 0 else f"{-age:,.0f} s in the future"
+            log.warning("%s: the last sign of life of %s is %s; watching for another", self._subject, holder, when)
+        return None
 
 
 def read_holder(lease_folder: Path) -> Holder | None:
@@ -211,7 +256,7 @@ def read_holder(lease_folder: Path) -> Holder | None:
 
 
 def living_holder(lease_folder: Path, job_is_alive: JobIsAlive = unknown) -> Holder | None:
-    """Return who holds the lease now; None when nobody does, or somebody dead.
+    """Return who holds the lease now; None when nobody does, or somebody dead, as far as one look tells.
 
     Args:
         lease_folder: See `Lease`.
@@ -274,13 +319,18 @@ def is_process_of(holder: Holder, lease_folder: Path) -> bool:
 
 
 def _is_free(folder: Path, holder: Holder, job_is_alive: JobIsAlive) -> bool:
+    is_free = _is_known_free(folder, holder, job_is_alive)
+    return heartbeat_age_seconds(folder, holder) > HEARTBEAT_DEAD_SECONDS if is_free is None else is_free
+
+
+def _is_known_free(folder: Path, holder: Holder, job_is_alive: JobIsAlive) -> bool | None:
+    """Tell whether nobody holds the lease any more; None where nothing but its heartbeat can tell."""
     if _released_path(folder, holder.epoch).exists():
         return True
     if _is_here(holder):
         return started_ticks(holder.pid) != holder.started_ticks
-    if holder.job and (is_alive := job_is_alive(holder.job)) is not None:
-        return not is_alive
-    return heartbeat_age_seconds(folder, holder) > HEARTBEAT_DEAD_SECONDS
+    is_alive = job_is_alive(holder.job) if holder.job else None
+    return None if is_alive is None else not is_alive
 
 
 def _is_here(holder: Holder) -> bool:
