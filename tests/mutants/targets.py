@@ -62,7 +62,13 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "reward/own": (f"{UNIT}/reward/test_own.py",),
     "reward/process_state": (f"{UNIT}/reward/test_process_state.py", f"{UNIT}/reward/test_worker.py"),
     "reward/service": (f"{UNIT}/reward/test_network.py",),
-    "http_answers": (f"{UNIT}/test_http_answers.py",),
+    "http_answers": tuple(
+        f"{UNIT}/test_http_answers.py::{name}"
+        for name in (
+            "test_the_limits_hold_before_more_is_read",
+            "test_a_refusal_says_where_it_leads_or_the_beginning_of_its_text",
+        )
+    ),
     "launch/served": (f"{UNIT}/launch/test_served.py",),
     "reward/scoring": (f"{UNIT}/reward/test_scoring.py",),
     "training/lessons": (f"{UNIT}/training/test_lessons.py",),

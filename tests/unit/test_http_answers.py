@@ -9,12 +9,11 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from posttrain import http_answers
 from posttrain.engines.calls import EngineError
 from posttrain.engines.streaming import Endpoint, open_session, served_models
 from posttrain.engines.teacher_forcing import ForcedTokens
 from posttrain.evaluation.serving import Load, measure_level
-from posttrain.http_answers import OversizedAnswerError, parse_json, read_bounded, read_error
+from posttrain.http_answers import OversizedAnswerError, parse_json, read_bounded, read_error, read_refusal
 
 MOST = 4096
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
@@ -149,16 +148,48 @@ def test_the_limits_hold_before_more_is_read() -> None:
     with pytest.raises(OversizedAnswerError, match="an answer of more than 2500 bytes"):
         asyncio.run(read_bounded(chunks(), 2500))
     assert read == 3000
-    assert len(asyncio.run(read_error(chunks()))) == http_answers.MAX_ERROR_BYTES
+    read = 0
+    assert len(asyncio.run(read_error(chunks()))) == 65_536
+    assert read == 66_000
 
     async def few():
         yield b"12"
         yield b"34"
 
+    async def mebibytes(rest: bytes):
+        for _ in range(16):
+            yield b"x" * 2**20
+        yield rest
+
+    assert len(asyncio.run(read_bounded(mebibytes(b"")))) == 2**24
+    with pytest.raises(OversizedAnswerError):
+        asyncio.run(read_bounded(mebibytes(b"x")))
     assert asyncio.run(read_bounded(few(), 4)) == b"1234"
     assert asyncio.run(read_error(few())) == "1234"
     with pytest.raises(ValueError, match="nested too deep"):
         parse_json("[" * 200_000)
+
+
+NOT_FOLLOWED = "which is not followed: name the address itself"
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "said"),
+    [
+        (299, {"Location": "http://a/"}, "xyz"),
+        (300, {"Location": "http://a/"}, f"redirects to 'http://a/', {NOT_FOLLOWED}"),
+        (399, {"Location": "/" * 201}, f"redirects to '{'/' * 200}', {NOT_FOLLOWED}"),
+        (400, {"Location": "http://a/"}, "xyz"),
+        (304, {}, "xyz"),
+    ],
+)
+def test_a_refusal_says_where_it_leads_or_the_beginning_of_its_text(status: int, headers: dict, said: str) -> None:
+    async def page(text: bytes):
+        yield text
+
+    assert asyncio.run(read_refusal(status, headers, page(b"xyz"))) == f"HTTP {status}: {said}"
+    assert len(asyncio.run(read_refusal(500, {}, page(b"x" * 2000)))) == len("HTTP 500: ") + 1000
+    assert asyncio.run(read_refusal(500, {}, page(b"\xff"))) == "HTTP 500: \ufffd"
 
 
 def test_an_answer_of_the_right_form_is_read() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +76,8 @@ def test_suites_of_the_same_rows_share_a_folder_whatever_they_are_graded_by(tmp_
     assert Paths(resolved).store_artefacts["suite c"] == folders["c"]
     suite = resolved.config.evaluation.suites["c"]
     assert rows_of(suite)["num_prompts"] == 7
-    data = data_of(suite)
-    assert data == suite_data(suite)
+    data = data_of(dataclasses.replace(suite, label_key="sum"))
+    assert (data.label_key, data_of(suite)) == ("sum", suite_data(suite))
     assert (data.train_file, data.duplicates, data.num_heldout_prompts, data.seed) == ("sums.jsonl", "keep", 1, 0)
 
 

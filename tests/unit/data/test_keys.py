@@ -9,6 +9,8 @@ ROW = {
     "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
     "extra_info": {"a.b": 1},
     "c.d": 2,
+    "wide": dict.fromkeys("abcdefghi", 0),
+    "empty": {},
 }
 
 
@@ -81,6 +83,8 @@ def test_what_is_no_key_is_told_by_its_place(text, place):
         ("messages[:1].content", "'messages[:1].content' is missing: 'messages[:1]' is a list, not an object"),
         ("messages[-1:][3]", "'messages[-1:][3]' is missing: 'messages[-1:]' has 1 elements"),
         ("messages[2].content", "'messages[2].content' is missing: 'messages' has 2 elements"),
+        ("wide.zz", "'wide.zz' is missing: 'wide' has a, b, c, d, e, f, g, h"),
+        ("empty.zz", "'empty.zz' is missing: 'empty' has nothing"),
         ("messages[-1].text", "'messages[-1].text' is missing: 'messages[-1]' has role, content"),
     ],
 )

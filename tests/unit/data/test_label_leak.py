@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from posttrain.data.label_leak import MIN_ROWS, _is_in, check_leak
+from posttrain.data.label_leak import _is_in, check_leak
 from posttrain.types import Prompt
 
 DRAW = random.Random(0)
@@ -69,8 +69,22 @@ def test_a_part_of_the_rows(share, found):
 
 
 def test_few_rows_are_told_and_not_refused():
-    assert _mixed(1, MIN_ROWS - 1) == [0, 1]
-    assert _mixed(1, MIN_ROWS) == [1, 0]
+    assert _mixed(1, 7) == [0, 1]
+    assert _mixed(1, 8) == [1, 0]
+
+
+def test_of_many_rows_a_thousand_are_looked_at():
+    """Every second one of 2,500, as far as they go; the first two of them hold no label, the last another's."""
+    prompts = _prompts(lambda i, label: {0: "", 2: "", 1998: NUMBERS[0]}.get(i, label), NUMBERS, 2500)
+    (problem,), _ = check_leak("k", prompts, 0.5)
+    assert problem.value == (
+        "is in its own prompt in 997 of 1000 rows that were looked at, first in row 5, and another row's label in 1"
+    )
+    assert problem.allowed.startswith("at most 50% more often")
+
+
+def test_a_prompt_with_its_own_and_the_next_label_is_no_leak():
+    assert check_leak("k", _prompts(lambda i, label: f"{label} {NUMBERS[(i + 1) % 100]}", NUMBERS), 0.5) == ([], [])
 
 
 def test_the_key_allows_it():

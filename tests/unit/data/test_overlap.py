@@ -34,3 +34,10 @@ def test_words_of_a_template_do_not_count() -> None:
 
 def test_the_first_training_prompt_is_told() -> None:
     assert find_overlaps({"a": [LONG]}, ["x", LONG, LONG]) == [Overlap("a", 0, 1)]
+
+
+def test_what_one_of_a_hundred_prompts_shares_is_no_template() -> None:
+    """Two prompts of 200 have the same question but for a word; of 199 that is more than one of a hundred."""
+    for count, found in ((200, [Overlap("a", 0, 0), Overlap("a", 1, 0)]), (199, [])):
+        suite = [f"{LONG} one", f"{LONG} two", *(f"number {i}" for i in range(count - 2))]
+        assert find_overlaps({"a": suite}, [f"{LONG} three"]) == found

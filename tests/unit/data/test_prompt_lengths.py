@@ -34,18 +34,25 @@ def test_nothing_is_said_of_prompts_that_fit() -> None:
 
 def test_they_are_refused_or_left_out_and_counted() -> None:
     (refused,), known = checked(8, "refuse")
-    assert "1 of 6 prompts (16.7%) are longer; the longest has 9" in refused.value
-    assert "rollout.overlong_prompts=drop" in refused.remedy
+    assert refused.value == "8, and 1 of 6 prompts (16.7%) are longer; the longest has 9 tokens"
+    assert refused.remedy == "raise it, or leave such prompts out with rollout.overlong_prompts=drop"
     assert known == []
     refusals, (known_one,) = checked(8, "drop")
     assert refusals == []
-    assert "1 of 6 prompts" in known_one.value
+    assert known_one.remedy == "they are not trained on: rollout.overlong_prompts=drop"
+    for problem in (refused, known_one):
+        assert (problem.key, problem.value) == ("rollout.max_prompt_tokens", refused.value)
+        assert problem.allowed == "as many as the longest prompt has"
 
 
 def test_a_source_of_which_nothing_is_left_is_refused_by_name() -> None:
     (refused,), known = checked(6, "drop")
     assert refused.value.endswith("none of b is left")
+    assert (refused.key, refused.allowed) == ("rollout.max_prompt_tokens", "as many as the longest prompt has")
+    assert refused.remedy == "raise it, or mend the prompts"
     assert known == []
+    (refused,), _ = checked(1, "drop")
+    assert refused.value.endswith("none of a, b is left")
 
 
 def test_what_is_left_out_keeps_the_numbers_of_the_others(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from posttrain.checkpoint.tiny.tokenizer import CHAT_TEMPLATE, make_tokenizer, stop_token_ids
 from posttrain.data.chat import ChatTokenizer
 from posttrain.data.rendered import check_rendered
-from posttrain.errors import CheckpointError
+from posttrain.errors import CheckpointError, Problem
 from posttrain.types import Prompt
 
 SOUND = [Prompt(i, ({"role": "user", "content": f"sort {i}"},), f"{i + 100}") for i in range(4)]
@@ -21,8 +21,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def found(folder: Path, prompts: list[Prompt] = SOUND) -> list[str]:
-    return [str(problem) for problem in check_rendered(ChatTokenizer(folder), folder, prompts)]
+def found(folder: Path, prompts: list[Prompt] = SOUND) -> list[Problem]:
+    return check_rendered(ChatTokenizer(folder), folder, prompts)
 
 
 def test_nothing_is_said_of_a_sound_model(folder: Path) -> None:
@@ -32,7 +32,9 @@ def test_nothing_is_said_of_a_sound_model(folder: Path) -> None:
 def test_no_generation_prompt(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE.split("{%- if add_generation_prompt")[0])
     (problem,) = found(folder)
-    assert "no generation prompt" in problem
+    assert (problem.key, problem.value) == (f"{folder}: chat template", "no generation prompt")
+    assert problem.allowed.startswith("one that ends with the begin of the assistant's turn")
+    assert problem.remedy.endswith("take the chat template of the model's authors")
 
 
 @pytest.mark.parametrize("place", ["begin", "end"])
@@ -46,13 +48,41 @@ def test_doubled_tokens(folder: Path, place: str) -> None:
         )
     )
     (problem,) = found(folder)
-    assert "twice in a row in 4 of 4 prompts" in problem
+    assert problem.key == f"{folder}: end token"
+    assert (problem.value, problem.allowed) == ("'<|endoftext|>' twice in a row in 4 of 4 prompts", "once")
+    assert problem.remedy.startswith("take it out of the template")
 
 
-@pytest.mark.parametrize(("stops", "words"), [([50, 64], "[64] of [50, 64]"), ([58], "without the tokenizer's own 52")])
-def test_stop_tokens(folder: Path, stops: list[int], words: str) -> None:
+def test_tokens_are_doubled_where_a_prompt_doubles_them(folder: Path) -> None:
+    """Once in a row each: other tokens may repeat, and so may this one with something between."""
+    texts = ("<|endoftext|>" * 2, "aa", "<|endoftext|> <|endoftext|>", "<|endoftext|>" * 3)
+    prompts = [Prompt(i, ({"role": "user", "content": text},), "1") for i, text in enumerate(texts)]
+    (problem,) = found(folder, prompts)
+    assert problem.value == "'<|endoftext|>' twice in a row in 2 of 4 prompts"
+
+
+LAST = "tokens of the tokenizer, below 64"
+
+
+@pytest.mark.parametrize(
+    ("stops", "value", "allowed", "remedy"),
+    [
+        ([52, 63], None, None, None),
+        ([52, 64], "[64] of [52, 64]", LAST, "correct generation_config.json or config.json"),
+        ([52, -1], "[-1] of [-1, 52]", LAST, "correct generation_config.json or config.json"),
+        (
+            [58],
+            "[58], without the tokenizer's own 52 ('<|endoftext|>')",
+            "the tokens that end a response",
+            "where the chat template ends a turn by it, add it to generation_config.json",
+        ),
+    ],
+)
+def test_stop_tokens(folder: Path, stops: list[int], value: str | None, allowed: str, remedy: str) -> None:
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
-    assert words in "".join(found(folder))
+    told = [problem for problem in found(folder) if problem.key == f"{folder}: eos_token_id"]
+    assert [problem.value for problem in told] == ([value] if value else [])
+    assert all(problem.allowed == allowed and problem.remedy.endswith(remedy) for problem in told)
 
 
 CHATML = "{%- for m in messages %}<sop>{{ m.role }}\n{{ m.content }}<eop>\n{%- endfor %}"
@@ -81,8 +111,12 @@ def test_a_template_that_ends_turns_by_a_token_that_ends_no_response(
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
     told = found(folder)
     assert len(told) == bool(words)
-    assert words in "".join(told)
-    assert all("52 ('<|endoftext|>')" in one and "generation_config.json" in one for one in told)
+    for problem in told:
+        assert words in problem.value
+        assert problem.value.endswith(": 52 ('<|endoftext|>'), 59 ('<|user|>'), 61 ('<|observation|>')")
+        assert problem.key == f"{folder}: chat template"
+        assert problem.allowed == "a template that ends an answer with a stop token"
+        assert "generation_config.json" in problem.remedy
 
 
 def test_a_template_for_single_turns_says_nothing_of_their_end(folder: Path) -> None:

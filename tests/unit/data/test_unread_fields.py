@@ -8,7 +8,7 @@ import pytest
 
 from posttrain.checkpoint.tiny.tokenizer import make_tokenizer, stop_token_ids
 from posttrain.data.chat import ChatTokenizer
-from posttrain.data.unread_fields import NUM_TRIED, UnreadField, find_unread
+from posttrain.data.unread_fields import UnreadField, find_unread
 from posttrain.types import Prompt
 
 SHOWS = (
@@ -48,14 +48,22 @@ def test_fields_that_no_name_of_the_template_reads(chat_of):
     prompts = [_prompt(i, _answer(thoughts="b", id=str(i)), {"role": "tool", "content": "c"}) for i in range(30)]
     found = find_unread(chat_of(SHOWS), prompts)
     assert found == [
-        UnreadField("assistant", "id", NUM_TRIED, NUM_TRIED, 30),
-        UnreadField("assistant", "thoughts", NUM_TRIED, NUM_TRIED, 30),
+        UnreadField("assistant", "id", 20, 20, 30),
+        UnreadField("assistant", "thoughts", 20, 20, 30),
     ]
     assert [field.is_link for field in found] == [True, False]
     assert (
         str(found[1])
         == "'thoughts' of the assistant (30 prompts with it): not shown in 20 of 20 places that were tried"
     )
+
+
+def test_work_is_bounded(chat_of):
+    """Four messages of a prompt are tried, and fifty fields; the contents of user and assistant are two of them."""
+    many = {f"field{number:02}": "b" for number in range(60)}
+    found = find_unread(chat_of(SHOWS), [_prompt(0, *[_answer(thoughts="b")] * 5), _prompt(1, _answer(**many))])
+    assert found[0] == UnreadField("assistant", "thoughts", 4, 4, 1)
+    assert [field.name for field in found[1:]] == [*many][:47]
 
 
 def test_a_template_that_shows_the_last_reasoning_alone(chat_of):

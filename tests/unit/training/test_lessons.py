@@ -2,7 +2,7 @@ import logging
 
 import pytest
 
-from posttrain.training.lessons import NUM_STEPS, LessonWatch
+from posttrain.training.lessons import LessonWatch
 
 
 @pytest.mark.parametrize(
@@ -11,14 +11,15 @@ from posttrain.training.lessons import NUM_STEPS, LessonWatch
 )
 def test_steps_in_a_row_without_a_lesson_are_loud(metric: str, words: str, caplog: pytest.LogCaptureFixture) -> None:
     watch = LessonWatch()
-    for _ in range(NUM_STEPS - 1):
+    for _ in range(4):
         assert watch.note({metric: 1.0}) == ""
     assert watch.note({metric: 0.9}) == "", "one lesson is enough"
     with caplog.at_level(logging.WARNING):
-        notes = [watch.note({metric: 1.0}) for _ in range(NUM_STEPS + 1)]
-    assert notes[:-2] == [""] * (NUM_STEPS - 1)
-    assert notes[-2:] == [f", {words} for {count} steps" for count in (NUM_STEPS, NUM_STEPS + 1)]
+        notes = [watch.note({metric: 1.0}) for _ in range(6)]
+    assert notes[:-2] == [""] * 4
+    assert notes[-2:] == [f", {words} for {count} steps" for count in (5, 6)]
     (record,) = caplog.records
+    assert record.getMessage().startswith(f"{words.lower()} for 5 steps: nothing is learned; ")
     assert "check-data" in record.getMessage()
 
 

@@ -80,7 +80,8 @@ def _end_of_turn(chat: ChatTokenizer, folder: Path) -> Iterator[Problem]:
     stops = stop_token_ids(folder)
     tokens = chat.tokenizer.encode(end, add_special_tokens=False)
     if stops.isdisjoint(tokens):
-        names = ", ".join(f"{token} ({chat.tokenizer.decode([token])!r})" for token in sorted(stops))
+        # What is no token is told above.
+        names = ", ".join(f"{token} ({chat.tokenizer.decode([token])!r})" for token in sorted(stops) if token >= 0)
         value = f"{end.strip() or end!r} ends an answer in the chat template, and none of it is a stop token: {names}"
         allowed = "a template that ends an answer with a stop token"
         remedy = (
