@@ -82,7 +82,11 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "weight_sync/publish": (f"{UNIT}/weight_sync/test_publish.py", f"{UNIT}/weight_sync/test_proof.py"),
     "weight_sync/proof": (f"{UNIT}/weight_sync/test_proof.py",),
     # What is planned.
-    "planner/sizing/layout_choice": (f"{UNIT}/planner/sizing/test_layout_choice.py",),
+    **{
+        f"planner/sizing/{part}": (f"{UNIT}/planner/sizing/test_{part}.py",)
+        for part in ("layout_choice", "export_check", "routes", "storage", "calibration", "engine")
+    },
+    "planner/sizing/capacity": (f"{UNIT}/planner/sizing/test_hardware.py",),
     # What stays on disk.
     "artifacts/placeholders": (f"{UNIT}/artifacts/test_placeholders.py",),
     "artifacts/receipts": tuple(f"{UNIT}/artifacts/test_{name}.py" for name in ("receipts", "names", "claim")),

@@ -10,6 +10,7 @@ from posttrain.data.messages import (
     RowError,
     answer_of,
     arguments_of,
+    digest_of,
     fuller_answer,
     messages_of,
     plain,
@@ -120,8 +121,10 @@ def test_tools_are_lists_or_the_text_of_one():
 
 def test_a_template_takes_prompt_and_columns_and_no_braces_of_theirs():
     template = PromptTemplate(r"[{subject.name}, {level}] {prompt} In \boxed{}, {{as is}}: {prompt}")
-    row = {"subject": {"name": "{prompt} {level}"}, "level": 3}
-    assert template.fill("{level} {x}", row) == (r"[{prompt} {level}, 3] {level} {x} In \boxed{}, {as is}: {level} {x}")
+    row = {"subject": {"name": "{prompt} {level}"}, "level": [3, "é"]}
+    assert template.fill("{level} {x}", row) == (
+        r'[{prompt} {level}, [3, "é"]] {level} {x} In \boxed{}, {as is}: {level} {x}'
+    )
     assert template.columns == {"subject", "level"}
     with pytest.raises(AbsentError, match="'level' is missing"):
         template.fill("a", {"subject": {"name": "b"}})
@@ -131,7 +134,9 @@ def test_a_template_without_a_place_for_the_prompt():
     for text, value in (("Solve.", "'Solve.'"), ("{{prompt}}", "'{{prompt}}'")):
         with pytest.raises(ConfigError) as raised:
             PromptTemplate(text)
-        assert (raised.value.problems[0].key, raised.value.problems[0].value) == ("data.prompt_template", value)
+        (problem,) = raised.value.problems
+        assert (problem.key, problem.value) == ("data.prompt_template", value)
+        assert (problem.allowed, problem.remedy) == ("a text with {prompt}", "put {prompt} where the prompt belongs")
     with pytest.raises(ConfigError, match=r"data\.prompt_template = 'a b'"):
         PromptTemplate("{prompt} {a b}")
 
@@ -143,6 +148,12 @@ def test_the_template_is_around_the_last_message_of_the_user():
     assert messages[2]["content"] == "user"
     with pytest.raises(RowError, match="no message is the user's"):
         templated([{"role": "system", "content": "a"}], PromptTemplate("<{prompt}>"), {})
+
+
+def test_prompts_are_the_same_whatever_the_order_of_their_fields():
+    assert digest_of([USER], None) == digest_of([{"content": "?", "role": "user"}], None)
+    others = ([{**USER, "content": "!"}], None), ([USER], [{"name": "a"}]), ([USER, USER], None)
+    assert digest_of([USER], None) not in {digest_of(*other) for other in others}
 
 
 def test_a_system_prompt_is_put_before_or_in_the_place_of_one():

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
+import itertools
 import json
 import logging
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from posttrain.batching.stored_routes import open_routes
 from posttrain.checkpoint.tiny.tokenizer import CHARACTERS, CONTROL_TOKENS, make_tokenizer
 from posttrain.data.chat import ChatTokenizer
 from posttrain.engines.client import EngineClient
+from posttrain.engines.routes import ASKED, TOLD, RoutesLayout
 from posttrain.errors import ConfigError
 from posttrain.planner.resolve import resolve
 from posttrain.reward.answer import Failure, Grade
@@ -67,6 +72,16 @@ def rendered(prompt: int) -> list[int]:
     return [*asked, control["<|assistant|>"], *tokens_of("\n")]
 
 
+def routes_of(seed: int, num_tokens: int) -> np.ndarray:
+    """Of the tokens that an engine reads, at each decoder layer two experts."""
+    layout = RoutesLayout.of(resolve({"model": "tiny", "site": "local"}, CONFIG).config.model.architecture)
+    drawn = np.random.default_rng(seed)
+    routes = np.zeros((num_tokens, layout.num_layers, layout.per_token), np.uint8)
+    for token, layer in itertools.product(range(num_tokens), range(layout.first, layout.num_layers)):
+        routes[token, layer] = drawn.choice(layout.num_experts, layout.per_token, replace=False)
+    return routes
+
+
 class Engine:
     """Answers each request with the last digit of its seed; serves the weights that `versions` names, in turn."""
 
@@ -81,6 +96,8 @@ class Engine:
             seed, version = parameters["sampling_seed"], self.versions[place % len(self.versions)]
             pairs = [[-(seed % 1000) / 1000, token, None] for token in tokens_of(str(seed % 10))]
             meta = {"finish_reason": {"type": "stop" if seed % 2 else "length"}, "weight_version": version}
+            if body.get(ASKED):
+                meta[TOLD] = base64.b64encode(routes_of(seed, len(body["input_ids"][place])).tobytes()).decode()
             answers.append({"output_ids": [], "meta_info": {**meta, "output_token_logprobs": pairs}})
         return web.json_response(answers)
 
@@ -160,6 +177,19 @@ def test_answers_become_graded_samples_in_prompt_order(collect, tmp_path: Path) 
     assert {sample.reward for group in rollout.groups for sample in group.samples} == {0.0, 1.0}
     stored = [json.loads(path.read_text()) for path in sorted((tmp_path / "rollouts/step_000001").iterdir())]
     assert [[group["prompt"]["prompt_id"] for group in chunk] for chunk in stored] == [STEPS[1][:2], STEPS[1][2:]]
+
+
+def test_routes_of_each_sample_lie_beside_its_chunk(collect, tmp_path: Path) -> None:
+    whole = collect(1, Engine("1"), algorithm__routing_replay="true")
+    for place, group in enumerate(whole.groups):
+        for sample in group.samples:
+            seed = seed_of(1, place, sample.sample_index)
+            assert sample.routes
+            assert Path(sample.routes.file) == tmp_path / f"rollouts/step_000001/chunk_{place // 2:04d}.routes"
+            expected = routes_of(seed, len(sample.prompt_tokens)).transpose(1, 0, 2)
+            assert (open_routes(sample.routes) == expected[-len(open_routes(sample.routes)) :]).all()
+    assert collect(1, Engine(), algorithm__routing_replay="true").groups == whole.groups
+    assert not any(sample.routes for group in collect(2, Engine("2")).groups for sample in group.samples)
 
 
 MOST, OVERLONG, PROMPT = "trainer__max_tokens_per_gpu", "rollout__overlong_samples", len(rendered(0))

@@ -30,6 +30,15 @@ def test_groups_come_back_with_the_same_bits(tmp_path: Path) -> None:
     assert RolloutStore(tmp_path / "rollouts").read(3, 1) == [group(4), group(5)]
 
 
+def test_what_json_cannot_say_is_not_written(tmp_path: Path) -> None:
+    store = RolloutStore(tmp_path)
+    bad = dataclasses.replace(group(1).samples[0], rollout_logprobs=(float("nan"), -1.0, -1.0))
+    with pytest.raises(ValueError, match="JSON"):
+        store.write(0, 0, [SampleGroup(group(1).prompt, (bad,))])
+    assert store.write_routes(0, 0, []) == []
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_is_not_finished_is_not_there(tmp_path: Path) -> None:
     store = RolloutStore(tmp_path)
     store.write(3, 1, [group(4)])

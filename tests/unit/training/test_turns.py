@@ -121,6 +121,7 @@ def test_the_same_phase_again_moves_nothing() -> None:
         if name not in turns.next:
             continue
         turns.enter(name)
+        assert turns.awake == needs(name)
         done = len([parts for word, parts in log if parts])
         turns.enter(name)
         assert len([parts for word, parts in log if parts]) == done, name
