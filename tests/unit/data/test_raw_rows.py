@@ -5,13 +5,16 @@ from __future__ import annotations
 import gzip
 import json
 import zipfile
+from dataclasses import replace
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+from tests.support.workflow_runs import ROOT
 
+from posttrain.config.data import Data
 from posttrain.data import raw_rows
-from posttrain.data.raw_rows import files_of, first_rows, read_raw
+from posttrain.data.raw_rows import files_of, first_rows, local_files, read_raw
 from posttrain.errors import ConfigError
 
 ROWS = [{"prompt": f'a, {i}\n"b" é', "label": str(i)} for i in range(5)]
@@ -34,6 +37,8 @@ def _problem(path):
         ("windows.csv", TABLE.replace("label\n", "label\r\n")),
         ("blank_lines.csv", TABLE + "\n\n"),
         ("a.csv.gz", TABLE),
+        ("a.tsv.gz", TABLE.replace("prompt,label", "prompt\tlabel").replace('",', '"\t')),
+        ("a.tsv.of.commas.csv", TABLE),
     ],
 )
 def test_a_table_has_the_same_rows(tmp_path, name, content):
@@ -47,6 +52,52 @@ def test_the_first_bytes_say_what_a_file_is(tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "table.jsonl")
     for name in ("lines", "table.jsonl"):
         assert first_rows([tmp_path / name], 3) == ROWS[:3], name
+
+
+def test_a_json_file_holds_an_array_or_lines(tmp_path):
+    (tmp_path / "lines.json").write_text("".join(f"{json.dumps(row)}\n\n" for row in ROWS))
+    (tmp_path / "array.json").write_text(" \n" + json.dumps(ROWS))
+    for name in ("lines.json", "array.json"):
+        assert [row.content for row in read_raw(tmp_path / name)] == ROWS
+    assert [row.place for row in read_raw(tmp_path / "lines.json")][:2] == ["line 1", "line 3"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "place", "reason"),
+    [
+        ("a.jsonl", b'{}\n[{"a": 1}]', "line 2", "a list, expected an object"),
+        ("a.jsonl", b'[{"a": 1}]', "line 1", "a list, expected an object"),
+        ("a.jsonl", b'{}\n\n{"a": "\xff"}', "line 3", "not UTF-8 (invalid start byte at byte 7)"),
+        ("a.jsonl", b"{}\n{", "line 2", "not JSON (Expecting property name"),
+        ("a.json", b'[{}, "a"]', "row 2", "a str, expected an object"),
+        ("a.json", b'[{},\n {"a": }]', "line 2", "not JSON (Expecting value"),
+        ("a.json", b'[{"a": "\xff"}]', "line 1", "not UTF-8 (invalid start byte"),
+    ],
+)
+def test_a_wrong_row_is_named(tmp_path, name, content, place, reason):
+    (tmp_path / name).write_bytes(content)
+    (wrong,) = [row for row in read_raw(tmp_path / name) if row.reason]
+    assert (wrong.place, wrong.content) == (place, None)
+    assert wrong.reason.startswith(reason)
+
+
+def test_the_first_rows_that_can_be_read(tmp_path):
+    for name in "ab":
+        (tmp_path / name).write_text(f'{{"{name}": 1}}\n3\n{{"{name}": 2}}\n')
+    paths = [tmp_path / "a", tmp_path / "b"]
+    assert first_rows(paths, 3) == [{"a": 1}, {"a": 2}, {"b": 1}]
+    assert first_rows(paths, 9) == [{"a": 1}, {"a": 2}, {"b": 1}, {"b": 2}]
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    problem = _problem(tmp_path / "a.jsonl")
+    assert (problem.key, problem.value) == ("data", str(tmp_path / "a.jsonl"))
+    assert problem.allowed == "a readable file of rows: JSON lines, a JSON array, CSV or parquet"
+    assert problem.remedy.startswith("check it: [Errno 2]")
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b"{}" * 100)[:20])
+    assert "ended before" in _problem(tmp_path / "cut.jsonl.gz").remedy
+    (tmp_path / "plain.jsonl.gz").write_bytes(b"{}")
+    assert "Not a gzipped file" in _problem(tmp_path / "plain.jsonl.gz").remedy
 
 
 @pytest.mark.parametrize(
@@ -74,16 +125,38 @@ def test_other_formats_are_rejected_by_name(tmp_path, content, value, remedy):
     else:
         path.write_bytes(content)
     problem = _problem(path)
-    assert value in problem.value
+    assert problem.key == "data"
+    assert problem.value.startswith(f"{path}, {value}")
+    assert problem.allowed == "a file of rows: JSON lines, a JSON array, CSV or parquet"
     assert remedy in problem.remedy
+
+
+@pytest.mark.parametrize(
+    ("content", "value", "remedy"),
+    [
+        ("a;b\n1;2\n", "'a;b'", "separate the cells by ',', not by ';'"),
+        ("a\tb\n1\t2\n", "'a\\tb'", "separate the cells by ',', not by '\\t'"),
+        ("b,a,a\n0,1,2\n", "the names ['b', 'a', 'a'], of which 'a'", "correct the header"),
+        ("a, ,b\n", "the names ['a', ' ', 'b'], of which ' '", "correct the header"),
+    ],
+)
+def test_a_header_that_is_none(tmp_path, content, value, remedy):
+    (tmp_path / "a.csv").write_text(content)
+    problem = _problem(tmp_path / "a.csv")
+    assert (problem.key, problem.value, problem.remedy) == (f"{tmp_path / 'a.csv'}, line 1", value, remedy)
+    assert problem.allowed == "a first line with a name for each column, none twice"
+
+
+def test_a_table_of_one_column_and_of_long_texts(tmp_path):
+    (tmp_path / "a.csv").write_text("a\n1\n")
+    assert first_rows([tmp_path / "a.csv"], 2) == [{"a": "1"}]
+    (tmp_path / "a.csv").write_text(f"a;b,c\n{'x' * 200_000},1\n")
+    assert first_rows([tmp_path / "a.csv"], 2) == [{"a;b": "x" * 200_000, "c": "1"}]
 
 
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("a;b\n1;2\n", "separate the cells by ',', not by ';'"),
-        ("a,a\n1,2\n", "the names ['a', 'a'], of which 'a'"),
-        ("a,,b\n", "of which ''"),
         ('a,b\n1,"2\n', "unexpected end of data"),
         ("a,b\n\xff,1\n".encode("latin-1"), "invalid start byte"),
     ],
@@ -140,7 +213,34 @@ def test_a_folder_has_its_tables_only_where_it_has_nothing_else(tmp_path):
     assert files_of(str(tmp_path)) == [tmp_path / "a.jsonl"]
 
 
+def test_a_setting_names_a_file_or_a_pattern(tmp_path):
+    (tmp_path / "deep/er").mkdir(parents=True)
+    paths = [tmp_path / "a[1].jsonl", tmp_path / "b.jsonl", tmp_path / "deep/er/c.jsonl"]
+    for path in paths:
+        path.write_text("{}")
+    assert files_of(str(paths[0])) == paths[:1], "a file that is there is no pattern"
+    assert files_of(str(tmp_path / "none.jsonl")) == [tmp_path / "none.jsonl"]
+    assert files_of(str(tmp_path / "[x-z].jsonl")) == []
+    assert files_of(str(tmp_path / "**/*.jsonl")) == paths
+
+
+def test_files_on_this_machine_are_those_of_local_sources(tmp_path):
+    heldout = str(tmp_path / "b.jsonl")
+    local = Data(kind="files", train_file=str(tmp_path / "a.jsonl"), heldout_file=heldout)
+    assert local_files(local) == [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    assert local_files(replace(local, train_file=heldout)) == [tmp_path / "b.jsonl"]
+    assert local_files(replace(local, kind="hub")) == []
+
+
 # ---- limits ----
+
+
+def test_the_limits_are_those_that_the_documents_name():
+    mebibytes = raw_rows.MAX_ROW_BYTES, raw_rows.MAX_DECODED_BYTES, raw_rows.BATCH_BYTES
+    assert [size / 2**20 for size in mebibytes] == [32, 256, 512]
+    named = "a row has at most 32 MiB, all rows of a compressed file 256 MiB or 100 times its size, of parquet as few"
+    assert named in (ROOT / "docs/threat-model.md").read_text()
+    assert raw_rows.MAX_EXPANSION == 100
 
 
 @pytest.fixture
@@ -161,6 +261,7 @@ def test_one_long_line_of_a_compressed_file_is_never_held(tmp_path, limits, monk
     problem = _problem(path)
     assert problem.key == f"{path}, line 2"
     assert problem.value == "more than 2,000 bytes in one row"
+    assert (problem.allowed, problem.remedy) == ("at most 2,000 bytes", "shorten or remove it")
     assert asked == [2001, 2001]
 
 
@@ -168,6 +269,19 @@ def test_one_long_line_of_a_compressed_file_is_never_held(tmp_path, limits, monk
 def test_a_long_line_without_compression(tmp_path, limits, name):
     (tmp_path / name).write_text("a,b\n" * name.endswith("csv") + "x" * 3000 + ",b\n")
     assert _problem(tmp_path / name).value == "more than 2,000 bytes in one row"
+
+
+def test_as_much_as_the_limits_allow(tmp_path, limits):
+    """Five lines of 2,000 bytes each."""
+    lines = [json.dumps({"a": "x" * 1990}).encode() + b"\n"] * 5
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(b"".join(lines)))
+    assert [len(line) for line in lines] == [2000] * 5
+    assert len(list(read_raw(path))) == 5
+    path.write_bytes(gzip.compress(b"".join(lines) + b"\n"))
+    assert "decode to more than 10,000" in _problem(path).value
+    path.write_bytes(gzip.compress(b" " + lines[0]))
+    assert _problem(path).key == f"{path}, line 1"
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.json.gz", "a.csv.gz"])
@@ -180,7 +294,9 @@ def test_many_rows_of_a_small_file(tmp_path, limits, name):
     }
     (tmp_path / name).write_bytes(gzip.compress(texts[name].encode()))
     problem = _problem(tmp_path / name)
+    assert problem.key == str(tmp_path / name)
     assert "bytes that decode to more than 10,000" in problem.value
+    assert problem.allowed == "a file that fits into memory when decoded"
     assert "without compression" in problem.remedy
     plain = tmp_path / name.removesuffix(".gz")
     plain.write_text(texts[name])
@@ -209,6 +325,32 @@ def test_a_value_that_many_rows_of_a_parquet_file_share(tmp_path, limits, monkey
     assert seen[1] > 10 * seen[0]
     pyarrow.parquet.write_table(pyarrow.table({"a": ["x" * 5000] * 2}), path)
     assert _problem(path).value == "more than 2,000 bytes in one row"
+
+
+def test_a_row_of_a_parquet_file_has_a_limit_and_a_number(tmp_path, limits):
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"a": pyarrow.array([b"x" * 2000] * 3, pyarrow.binary(2000))}), path)
+    assert [row.place for row in read_raw(path)] == ["row 1", "row 2", "row 3"]
+    pyarrow.parquet.write_table(pyarrow.table({"a": ["x", "x", "x" * 3000]}), path, row_group_size=1)
+    problem = _problem(path)
+    assert (problem.key, problem.value) == (f"{path}, rows 3 to 3", "more than 2,000 bytes in one row")
+
+
+def test_json_in_a_parquet_file_is_decoded_or_named(tmp_path):
+    table = pyarrow.table({"a": pyarrow.array(['{"b": 1}', "{", None], pyarrow.json_()), "c": [1, 2, 3]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    first, second, third = read_raw(tmp_path / "a.parquet")
+    assert (first.place, first.content, first.reason) == ("row 1", {"a": {"b": 1}, "c": 1}, "")
+    assert (second.place, second.content) == ("row 2", None)
+    assert second.reason.startswith("'a' is not JSON (Expecting property name")
+    assert third.content == {"a": None, "c": 3}
+
+
+def test_of_small_rows_256_are_read_at_a_time(tmp_path):
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"a": [{"b": 1}] * 9, "c": [1] * 9}), path)
+    with pyarrow.parquet.ParquetFile(path) as file:
+        assert [raw_rows._batch_rows(file, 0, wanted) for wanted in (["a", "c"], ["a"], [])] == [256] * 3
 
 
 def test_a_parquet_file_with_a_column_twice(tmp_path):
