@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -27,11 +28,27 @@ def test_no_value_is_no_text() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["training.num_steps=0100", "training.num_steps=1:30", "a.b={x: 1, x: 2}", "a=[", "a", "=1"]
+    ("text", "said"),
+    [
+        (
+            "training.num_steps=0100",
+            "training.num_steps: 0100, which YAML reads as 64; allowed: a decimal number, or text in quotes; write 64, "
+            'or "0100"',
+        ),
+        ("training.num_steps=1:30", "training.num_steps: 1:30, which YAML reads as 90; allowed: a decimal number"),
+        (
+            "a.b={x: 1, x: 2, x: 3}",
+            "a.b: 'x' for the second time; the first is on line 1; allowed: each key once; join the two, or delete one",
+        ),
+        ("a=[", "while parsing a flow node"),
+        ("a", "'a' has no '=' behind a key"),
+        ("=1", "'=' has no '=' behind a key"),
+    ],
 )
-def test_values_that_yaml_would_misread_are_rejected(text: str) -> None:
-    with pytest.raises(ValueError, match=r"\S"):
+def test_values_that_yaml_would_misread_are_rejected(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)) as raised:
         parse_overrides(f"'{text}'")
+    assert str(raised.value).startswith(said)
 
 
 @pytest.mark.parametrize("value", [12e4567, 83, True, 1.5])

@@ -27,7 +27,11 @@ def test_the_cheapest_within_both_bounds_is_deployed():
         "deploy fp8: 14.8 GiB-hours per million tokens (original 44.4; nvfp4 7.81 but loses 1.0 points, and up to 2.4 "
         "(95 %), allowed are less than 1)"
     )
-    assert verdict([BF16, FP8, NVFP4], replace(BOUNDS, max_loss_points=2.5))[0] == "nvfp4"
+    for most, best in ((2.4, "fp8"), (2.5, "nvfp4")):
+        assert verdict([BF16, FP8, NVFP4], replace(BOUNDS, max_loss_points=most))[0] == best
+    assert verdict([BF16], BOUNDS) == (ORIGINAL, f"deploy {ORIGINAL}: 44.4 GiB-hours per million tokens")
+    assert FP8.as_dict()["gib_hours_per_million_tokens"] == pytest.approx(80 / 1500 * 1e6 / 3600)
+    assert FP8.as_dict()["precision"] == "fp8"
 
 
 def test_too_far_from_the_original_is_not_deployed_however_it_scores():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import functools
 import hashlib
 import itertools
 import json
@@ -19,6 +20,7 @@ from aiohttp.test_utils import TestServer
 from posttrain.batching.stored_routes import open_routes
 from posttrain.checkpoint.tiny.tokenizer import CHARACTERS, CONTROL_TOKENS, make_tokenizer
 from posttrain.data.chat import ChatTokenizer
+from posttrain.engines.calls import EngineError
 from posttrain.engines.client import EngineClient
 from posttrain.engines.routes import ASKED, TOLD, RoutesLayout
 from posttrain.errors import ConfigError
@@ -72,9 +74,14 @@ def rendered(prompt: int) -> list[int]:
     return [*asked, control["<|assistant|>"], *tokens_of("\n")]
 
 
+@functools.cache
+def layout_of_tiny() -> RoutesLayout:
+    return RoutesLayout.of(resolve({"model": "tiny", "site": "local"}, CONFIG).config.model.architecture)
+
+
 def routes_of(seed: int, num_tokens: int) -> np.ndarray:
     """Of the tokens that an engine reads, at each decoder layer two experts."""
-    layout = RoutesLayout.of(resolve({"model": "tiny", "site": "local"}, CONFIG).config.model.architecture)
+    layout = layout_of_tiny()
     drawn = np.random.default_rng(seed)
     routes = np.zeros((num_tokens, layout.num_layers, layout.per_token), np.uint8)
     for token, layer in itertools.product(range(num_tokens), range(layout.first, layout.num_layers)):
@@ -179,6 +186,29 @@ def test_answers_become_graded_samples_in_prompt_order(collect, tmp_path: Path) 
     assert [[group["prompt"]["prompt_id"] for group in chunk] for chunk in stored] == [STEPS[1][:2], STEPS[1][2:]]
 
 
+def test_each_answer_is_graded_by_the_label_of_its_own_prompt(collect) -> None:
+    """The first of each group is right, and columns are not stored with it."""
+    labels = {prompt: str(seed_of(2, place, 0) % 10) for place, prompt in enumerate(STEPS[2])}
+    assert len({*labels.values()}) == 3
+    prompts = [Prompt(p.prompt_id, p.messages, labels.get(p.prompt_id, ""), columns={"wide": 1}) for p in PROMPTS]
+    for group in collect(2, Engine("2"), prompts=prompts).groups:
+        assert group.samples[0].reward == 1.0
+        assert (group.prompt.label, group.prompt.columns) == (labels[group.prompt.prompt_id], {})
+
+
+class BrokenEngine(Engine):
+    """Answers nothing."""
+
+    async def handle(self, request: web.Request) -> web.Response:
+        return web.json_response({"error": "out of memory"}, status=500)
+
+
+def test_what_other_engines_answer_is_kept_when_one_fails(collect, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="out of memory"):
+        collect(1, BrokenEngine(), Engine("1"))
+    assert [path.name for path in tmp_path.rglob("chunk_*.json")] == ["chunk_0001.json"]
+
+
 def test_routes_of_each_sample_lie_beside_its_chunk(collect, tmp_path: Path) -> None:
     whole = collect(1, Engine("1"), algorithm__routing_replay="true")
     for place, group in enumerate(whole.groups):
@@ -197,7 +227,13 @@ MOST, OVERLONG, PROMPT = "trainer__max_tokens_per_gpu", "rollout__overlong_sampl
 
 @pytest.mark.parametrize(
     ("settings", "longest"),
-    [({MOST: PROMPT + 4}, 6), ({MOST: PROMPT + 4, OVERLONG: "cut"}, 4), ({MOST: 99, OVERLONG: "cut"}, 6)],
+    [
+        ({MOST: PROMPT + 4}, 6),
+        ({MOST: PROMPT + 4, OVERLONG: "cut"}, 4),
+        ({MOST: PROMPT + 1, OVERLONG: "cut"}, 1),
+        ({MOST: 99, OVERLONG: "cut"}, 6),
+        ({"rollout__max_prompt_tokens": PROMPT}, 6),
+    ],
 )
 def test_a_response_is_cut_where_the_budget_ends_if_that_is_asked_for(collect, settings, longest: int) -> None:
     engine = Engine("0")
@@ -207,18 +243,23 @@ def test_a_response_is_cut_where_the_budget_ends_if_that_is_asked_for(collect, s
 
 
 @pytest.mark.parametrize(
-    ("settings", "key"),
+    ("settings", "key", "value", "remedy"),
     [
-        ({"rollout__max_prompt_tokens": PROMPT - 1}, "rollout.max_prompt_tokens"),
-        ({MOST: PROMPT, OVERLONG: "cut"}, "trainer.max_tokens_per_gpu"),
+        ({"rollout__max_prompt_tokens": PROMPT - 1}, "rollout.max_prompt_tokens", PROMPT - 1, "raise it"),
+        ({"rollout__max_prompt_tokens": 1}, "rollout.max_prompt_tokens", 1, "raise it"),
+        ({MOST: PROMPT, OVERLONG: "cut"}, "trainer.max_tokens_per_gpu", PROMPT, "raise the budget"),
     ],
 )
-def test_a_prompt_that_is_too_long_is_refused_before_anything_is_sampled(collect, settings, key: str) -> None:
+def test_a_prompt_that_is_too_long_is_refused_before_anything_is_sampled(
+    collect, settings, key: str, value: int, remedy: str
+) -> None:
     engine = Engine("0")
     with pytest.raises(ConfigError) as caught:
         collect(0, engine, **settings)
-    assert [problem.key for problem in caught.value.problems] == [key]
-    assert f"has {PROMPT} tokens" in caught.value.problems[0].allowed
+    (problem,) = caught.value.problems
+    assert (problem.key, problem.value) == (key, str(value))
+    assert problem.allowed.endswith(f"prompt {STEPS[0][0]} has {PROMPT} tokens")
+    assert problem.remedy == f"{remedy}, or leave the prompt out of the data"
     assert not engine.asked
 
 

@@ -13,7 +13,7 @@ import pytest
 from posttrain.checkpoint.tiny.tokenizer import STOP_TOKENS, make_tokenizer
 from posttrain.config.derived import uses_engines
 from posttrain.data.chat import ChatTokenizer
-from posttrain.errors import ConfigError
+from posttrain.errors import CheckpointError, ConfigError
 from posttrain.planner.resolve import resolve
 from posttrain.rollout.given import GivenResponses
 from posttrain.training.assembly import objective_of
@@ -64,6 +64,9 @@ def test_a_group_has_the_one_response_that_is_given(tokenizer: ChatTokenizer) ->
         assert sample.prompt_tokens == tokenizer.render(group.prompt.messages)
         assert tokenizer.tokenizer.decode(list(sample.response_tokens)) == f"yes {number}<|user|>"
         assert (sample.finish_reason, sample.rollout_logprobs, sample.weight_version) == ("stop", (), None)
+        assert (sample.sample_index, sample.reward) == (0, 0.0)
+    rollout = asyncio.run(GivenResponses(config_of(), PROMPTS[:1], tokenizer).collect(0))
+    assert ([group.prompt.prompt_id for group in rollout.groups], rollout.num_replayed) == ([0, 0, 0], 0)
 
 
 def test_another_column_is_the_response_while_the_label_is_graded(tokenizer: ChatTokenizer) -> None:
@@ -79,6 +82,17 @@ def test_a_longer_response_is_cut_as_an_engine_cuts_it(tokenizer: ChatTokenizer)
     (sample,) = collect(config_of("rollout.max_response_tokens=4"), tokenizer, 0)[0].samples
     assert tokenizer.decode(sample.response_tokens) == "yes "
     assert sample.finish_reason == "length"
+    # Five characters and the token that ends the response.
+    (sample,) = collect(config_of("rollout.max_response_tokens=6"), tokenizer, 0)[0].samples
+    assert (len(sample.response_tokens), sample.finish_reason) == (6, "stop")
+
+
+def test_what_cannot_be_rendered_is_known_before_anything_is_trained(tokenizer: ChatTokenizer, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"prompt 0 has \d+ tokens"):
+        GivenResponses(config_of("rollout.max_prompt_tokens=1"), PROMPTS, tokenizer)
+    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('no turns') }}")
+    with pytest.raises(CheckpointError, match="no turns"):
+        GivenResponses(config_of(), PROMPTS, ChatTokenizer(tmp_path))
 
 
 def test_rows_without_a_response_are_counted_before_anything_is_trained(tokenizer: ChatTokenizer) -> None:
@@ -91,6 +105,8 @@ def test_rows_without_a_response_are_counted_before_anything_is_trained(tokenize
         GivenResponses(config_of(), prompts, tokenizer)
     (problem,) = caught.value.problems
     assert (problem.key, problem.value[:31]) == ("data.label_key", "2 of 7 rows, the first number 6")
+    assert problem.allowed == "a label that is the response: a text, or one message of the assistant"
+    assert problem.remedy == "mend these rows, or name the responses' column with data.response_key"
     message = Prompt(0, PROMPTS[0].messages, [{"role": "assistant", "content": "well"}])
     (sample,) = collect(config_of(), tokenizer, 0, [message])[0].samples
     assert tokenizer.decode(sample.response_tokens) == "well"
