@@ -10,6 +10,11 @@ FUNCTIONS = {
         *("update_weights_from_disk", "_close_abandoned_update"),
     },
 }
+ANSWERS = (
+    *(f"{UNIT}/reward/test_{name}.py" for name in ("mathematics", "grade")),
+    f"{UNIT}/reward/test_verdicts.py::test_the_table_is_graded_as_it_says",
+    f"{UNIT}/reward/test_pairs.py::test_graders_agree_with_the_labels",
+)
 TARGETS: dict[str, tuple[str, ...]] = {
     # What is learned.
     "algorithm/policy_gradient": tuple(f"{UNIT}/algorithm/test_{name}.py" for name in ("advantage", "equations")),
@@ -54,8 +59,8 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "data/overlap": (f"{UNIT}/data/test_overlap.py",),
     "data/prompt_lengths": (f"{UNIT}/data/test_prompt_lengths.py",),
     "reward/shape": (f"{UNIT}/reward/test_shape.py",),
-    "reward/equality": (f"{UNIT}/reward/test_verdicts.py", f"{UNIT}/reward/test_pairs.py"),
-    "reward/mathematics": tuple(f"{UNIT}/reward/test_{name}.py" for name in ("verdicts", "pairs", "mathematics")),
+    **{f"reward/{part}": ANSWERS for part in ("mathematics", "equality", "notation", "expression")},
+    "reward/answer": (f"{UNIT}/reward/test_grade.py",),
     "reward/text": (f"{UNIT}/reward/test_text.py", f"{UNIT}/reward/test_verdicts.py"),
     "reward/graders": tuple(f"{UNIT}/reward/test_{name}.py" for name in ("graders", "worker")),
     "reward/job": tuple(f"{UNIT}/reward/test_{name}.py" for name in ("own", "worker", "graders")),

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from posttrain.config.reward_sum import MAX_NUMBER, Term, is_usable, parse_reward, total
-from posttrain.errors import ConfigError
+from posttrain.config.reward_sum import MAX_NUMBER, Term, has_passed, is_usable, parse_reward, total
+from posttrain.errors import ConfigError, Problem
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,35 @@ def test_own_functions_are_columns_by_their_names() -> None:
 def test_what_is_no_sum_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"data\.reward"):
         parse_reward(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "condition", "remedy"),
+    [
+        ("math +", "", "write it as a sum of WEIGHT*GRADER"),
+        ("0*math + f", ", no weight 0 and none infinite", "leave math out, or give it a weight"),
+        ("math + math + f", ", each of another name", "name each once: math would be one column"),
+    ],
+)
+def test_a_refusal_says_what_is_allowed_and_what_to_do(text: str, condition: str, remedy: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_reward(text, "data.sources.a.reward")
+    allowed = f"graders with weights as in 'math + 0.2*format'{condition}"
+    assert refused.value.problems == (Problem("data.sources.a.reward", repr(text), allowed, remedy),)
+
+
+@pytest.mark.parametrize(
+    ("scores", "reward", "passes"),
+    [
+        ({"math": 1.0, "format": 0.0}, -1.0, True),
+        ({"math": 0.5, "format": 1.0}, 2.0, False),
+        ({"math": None, "format": 1.0}, 0.2, True),
+        ({"math": None}, 1.0, True),
+        ({}, 0.9, False),
+    ],
+)
+def test_the_first_grader_that_applies_decides_what_passes(scores, reward: float, passes: bool) -> None:
+    assert has_passed(scores, reward) is passes
 
 
 def test_what_does_not_apply_adds_nothing() -> None:

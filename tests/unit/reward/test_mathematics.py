@@ -123,12 +123,23 @@ def test_what_is_no_label_is_refused(label) -> None:
         (r"\boxed{\boxed{7}}", "7"),
         (r"} \boxed{7}", "7"),
         (r"{ \boxed{7}", "7"),
+        ("{7}", None),
         (r"\boxed{7", None),
         ("", None),
     ],
 )
 def test_the_last_complete_box(text, content) -> None:
     assert last_boxed(text) == content
+
+
+@pytest.mark.parametrize(
+    ("convention", "text", "characters"),
+    [("math_dapo", "Answer: 142", 300), ("math_answer", "142 and no more", 10_000)],
+)
+def test_the_answer_stands_at_the_end(convention, text, characters) -> None:
+    end = "\n" + "." * (characters - len(text) - 1)
+    assert grade(convention, Answer(text + end, "142")).score == 1.0
+    assert grade(convention, Answer(text + end + ".", "142")).score == 0.0
 
 
 def test_an_answer_without_a_label_is_not_graded() -> None:

@@ -1,5 +1,6 @@
 """Functions written for others, as they are; and what a plan reads of them without executing anything."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,35 @@ def test_functions_of_trl(source) -> None:
     assert plain(_answers("4", is_chat=False, answer="2 + 2 = 4"))[0].score == 1.0
 
 
+def test_what_the_trainer_asks_about_a_function(source) -> None:
+    path = source(VERL_SOURCE)
+    own = OwnFunction(inspect_own(f"{path}:compute_score"))
+    assert (own.source, own.needs_label, own.is_instant) == (path, True, False)
+    unlabelled = source("def f(prompts, completions, **columns): return [1 for _ in completions]", "other.py")
+    assert not OwnFunction(inspect_own(f"{unlabelled}:f")).needs_label
+
+
+def test_the_source_of_the_data_is_handed_over(source) -> None:
+    path = source("def f(data_source, solution_str, ground_truth, extra_info): return data_source == solution_str")
+    own = OwnFunction(inspect_own(f"{path}:f"))
+    assert own(_answers("sums"))[0].score == 1.0
+    assert own(_answers("mine", data_source="mine"))[0].score == 1.0
+
+
+def test_columns_reach_a_function_that_takes_any(source) -> None:
+    path = source("def f(completions, **columns): return [float(level) for level in columns['level']]")
+    assert OwnFunction(inspect_own(f"{path}:f"))(_answers("4", level=3))[0].score == 3.0
+
+
+def test_the_module_of_a_function_is_one_as_any(source) -> None:
+    """Its file is known, and what it defines is found by name."""
+    path = source(
+        "import pickle\nclass Answer: pass\n"
+        "def f(completions): return [float(len(pickle.dumps(Answer())) > 0 and __file__.endswith('rewards.py'))]"
+    )
+    assert OwnFunction(inspect_own(f"{path}:f"))(_answers("4"))[0].score == 1.0
+
+
 def test_a_plan_executes_nothing(source, tmp_path: Path) -> None:
     path = source(f"open({str(tmp_path / 'ran')!r}, 'w')\n{VERL_SOURCE}")
     own = OwnFunction(inspect_own(f"{path}:compute_score"))
@@ -90,6 +120,8 @@ def test_a_file_beside_it_can_be_imported(source) -> None:
     source("RIGHT = '4'", "beside_the_reward.py")
     path = source("from beside_the_reward import RIGHT\ndef f(completions, **_):\n    return [RIGHT == '4']")
     assert OwnFunction(inspect_own(f"{path}:f"))(_answers("4"))[0].score == 1.0
+    # It comes before an installed module of the same name.
+    assert sys.path[0] == str(Path(path).parent)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +151,7 @@ def test_no_file(text: str) -> None:
 @pytest.mark.parametrize("returned", ["'1'", "{'points': 1}", "[1]", "object()"])
 def test_what_is_no_score_is_an_error(source, returned: str) -> None:
     path = source(f"def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return {returned}")
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match=r"without 'score': points$" if "points" in returned else "as a score"):
         OwnFunction(inspect_own(f"{path}:compute_score"))(_answers("4"))
 
 

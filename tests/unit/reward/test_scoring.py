@@ -28,15 +28,20 @@ def large(data_source, solution_str, ground_truth, extra_info):
 """
 
 
+@pytest.fixture(scope="module")
+def pool():
+    with GraderPool(num_workers=1) as pool:
+        yield pool
+
+
 @pytest.fixture
-def score(tmp_path: Path):
+def score(tmp_path: Path, pool: GraderPool):
     (tmp_path / "own.py").write_text(OWN)
 
     def score(reward: str, *groups: list[Answer], more: str = "") -> list[list[Scored]]:
         words = f"data.reward={reward.replace('OWN', str(tmp_path / 'own.py'))} {more}"
         config = resolve({"model": "tiny", "site": "local", "set": words}, CONFIG).config
-        with GraderPool(num_workers=1) as pool:
-            return asyncio.run(Scorer(config, pool).score(groups))
+        return asyncio.run(Scorer(config, pool).score(groups))
 
     return score
 
@@ -80,12 +85,12 @@ def test_each_source_has_its_own_reward(score) -> None:
     assert (x.scores, y.scores) == ({"exact_match": 1.0}, {"length": 0.0})
 
 
-def test_a_function_that_changed_after_planning_is_not_asked(tmp_path: Path) -> None:
+def test_a_function_that_changed_after_planning_is_not_asked(tmp_path: Path, pool: GraderPool) -> None:
     (tmp_path / "own.py").write_text(OWN)
     words = f"data.reward={tmp_path}/own.py:rank"
     config = resolve({"model": "tiny", "site": "local", "set": words}, CONFIG).config
     (tmp_path / "own.py").write_text(OWN + "# changed\n")
-    with GraderPool() as pool, pytest.raises(RuntimeError, match="has changed since the run was planned"):
+    with pytest.raises(RuntimeError, match="has changed since the run was planned"):
         Scorer(config, pool)
 
 

@@ -1,5 +1,6 @@
 import pytest
 
+from posttrain.config.reward import Reward
 from posttrain.reward.answer import Answer
 from posttrain.reward.grade import grade
 from posttrain.reward.shape import ShapeSettings
@@ -53,3 +54,17 @@ def test_repetition(text, score):
 def test_settings_that_mean_nothing_are_refused(settings):
     with pytest.raises(ValueError, match=r"must be positive|exceeds"):
         ShapeSettings(**settings)
+
+
+def test_settings_may_be_as_small_as_one_token():
+    settings = ShapeSettings(target_tokens=1, max_tokens=1, overlong_buffer_tokens=1, repetition_ngram=1)
+    assert grade("overlong", Answer("", num_tokens=1), settings).score == -1.0
+    assert grade("repetition", Answer("a a b b"), settings).score == -0.5
+
+
+def test_settings_that_nobody_chooses_are_those_of_the_configuration():
+    chosen, own = Reward(), ShapeSettings()
+    for name in ("format_pattern", "target_tokens", "overlong_buffer_tokens", "repetition_ngram"):
+        assert getattr(own, name) == getattr(chosen, name)
+    # DAPO's answers have 16,384 tokens without punishment and up to 4,096 more (arXiv:2503.14476, section 4.1).
+    assert own.max_tokens == 16384

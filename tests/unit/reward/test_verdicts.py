@@ -18,6 +18,11 @@ LINES = [
     line.split("\t") for line in Path(__file__).with_name("verdicts.tsv").read_text().splitlines() if line[0] != "#"
 ]
 TABLE = [(int(verdict), kind, grader, label, said.replace("⏎", "\n")) for verdict, kind, grader, label, said in LINES]
+# Right answers that score 0. No wrong one scores 1.
+MISSED = {
+    "The answer is 42 when all 6 rows are full.",
+    r"\boxed{30^\circ \cdot \frac{\pi}{180^\circ}}",
+}
 # A number, an expression, and structures of every kind that equality reads.
 LABELS = ("7", r"\frac{x}{2}+\sqrt{3}", r"[0,1] \cup \{2\}", "1, 2", "x < 3", r"5\text{ cm}")
 
@@ -28,12 +33,16 @@ def test_the_table_has_enough_of_both_verdicts() -> None:
     assert Counter(kind for _, kind, *_ in TABLE)["sentence"] >= 108
 
 
-def test_no_wrong_answer_of_the_table_has_full_marks_and_nearly_every_right_one_has() -> None:
-    scores = [grade(grader, Answer(said, label)).score for _, _, grader, label, said in TABLE]
-    wrong = [row for row, score in zip(TABLE, scores, strict=True) if score and not row[0]]
-    missed = [row for row, score in zip(TABLE, scores, strict=True) if not score and row[0]]
-    assert not wrong
-    assert len(missed) <= 0.05 * sum(verdict for verdict, *_ in TABLE), missed
+def test_nearly_every_right_answer_of_the_table_has_full_marks() -> None:
+    right = [said for verdict, _, _, _, said in TABLE if verdict]
+    assert {*right} >= MISSED
+    assert len(MISSED) <= 0.05 * len(right)
+
+
+@pytest.mark.parametrize("kind", sorted({kind for _, kind, *_ in TABLE}))
+def test_the_table_is_graded_as_it_says(kind: str) -> None:
+    rows = [row for row in TABLE if row[1] == kind and row[-1] not in MISSED]
+    assert not [row for row in rows if grade(row[2], Answer(row[4], row[3])).score != row[0]]
 
 
 def test_the_sides_of_equality_can_be_swapped() -> None:

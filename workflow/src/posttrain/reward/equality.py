@@ -103,7 +103,7 @@ def _read_relation(text: str) -> Node | None:
 
 def _read_equation(text: str) -> Node | None:
     sides = text.split("=")
-    if len(sides) == 1 or not all(map(str.strip, sides)):
+    if len(sides) == 1:
         return None
     if _is_name(sides[-1]) and not _is_name(sides[0]):
         sides.reverse()

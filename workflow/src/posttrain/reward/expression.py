@@ -36,7 +36,7 @@ _DECIMAL = re.compile(r"(?<![\d.])(\d*)\.(\d+)(?![\d.])", re.ASCII)
 # Powers of expressions are computed by SymPy as far as they are numbers: (9^{9999})^{9999} would be.
 _POWER = re.compile(r"\^ ?(?:\{[^{}]*?(\d{2,})|(\d+))")
 _MAX_POWER = 10_000
-_POINTS = ((3, 7), (11, 5), (23, 9), (-2, 3), (-17, 4))
+_POINTS = ("3/7", "11/5", "23/9", "-2/3", "-17/4")
 _PRECISION = 30
 _TOLERANCE = 1e-22
 
@@ -143,7 +143,7 @@ def _values(left: Any, right: Any) -> list[tuple[Any, Any]]:
 
     letters = sorted(left.free_symbols | right.free_symbols, key=str)
     points = [
-        {letter: sympy.Rational(*point) + sympy.Rational(place, 13) for place, letter in enumerate(letters)}
+        {letter: sympy.Rational(point) + sympy.Rational(place, 13) for place, letter in enumerate(letters)}
         for point in (_POINTS if letters else _POINTS[:1])
     ]
     # Not `subs`: exact numbers in nested roots take exponential time.

@@ -10,7 +10,6 @@ from typing import Any
 
 from posttrain.reward.answer import Answer
 from posttrain.reward.equality import are_equal
-from posttrain.reward.notation import MAX_LENGTH
 
 # As verl's math_dapo.py reads a response: its last 300 characters.
 DAPO_TAIL = 300
@@ -74,13 +73,13 @@ def last_boxed(text: str) -> str | None:
         text: Of any length and any form; the time is linear.
     """
     opened: list[int] = []
-    found = (-1, -1)
+    found = (0, 0)
     for brace in _BRACE.finditer(text):
         if brace[0] != "}":
-            opened.append(-1 if brace[0] == "{" else brace.end())
+            opened.append(0 if brace[0] == "{" else brace.end())
         elif opened:
             found = max(found, (opened.pop(), brace.start()))
-    return text[found[0] : found[1]] if found[0] >= 0 else None
+    return text[found[0] : found[1]] if found[0] else None
 
 
 def without_markup(text: str) -> str:
@@ -107,9 +106,9 @@ def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
 
 def _clause(text: str) -> str:
     """Return the answer of "the answer is ...": the line without what only introduces or explains it."""
-    line = next(_LINE.finditer(text.strip(" \n\t#*_`")))[1].rstrip("*_` ")[: 2 * MAX_LENGTH]
+    line = next(_LINE.finditer(text.strip(" \n\t#*_`")))[1].rstrip("*_` ")
     # Inside of mathematics no sentence goes on.
-    rest = _REST.search(_SPAN.sub(lambda span: "0" * (len(span[0]) - 1) + span[0][-1], line), 1)
+    rest = _REST.search(_SPAN.sub(lambda span: "0" * len(span[0]), line), 1)
     line = line[: rest.start()] if rest else line
     return line.strip(" \t\"'\u201c\u201d\u2018\u2019*_`").rstrip("!?\u2713\u2714\u2705\u220e\u25a0 ")
 
@@ -119,7 +118,7 @@ def _last_value(text: str) -> str | None:
     number = last_match(_NUMBER, text)
     span = last_match(_SPAN, text)
     last = span if span and (number is None or span.end() > number.end()) else number
-    if last is None or any(map(_NEGATED.search, (text[max(0, last.start() - 60) : last.start()], text[last.end() :]))):
+    if last is None or any(map(_NEGATED.search, (text[: last.start()], text[last.end() :]))):
         return None
     return next(filter(None, last.groups()), last[0])
 
@@ -166,4 +165,4 @@ def labels_of(label: Any) -> list[str]:
     if not isinstance(label, str):
         raise ValueError(f"no label for mathematics: {label!r}; allowed are text, numbers and lists of them")
     boxed = last_boxed(label)
-    return [label.rpartition("####")[2].strip()[: MAX_LENGTH + 1] if boxed is None else boxed]
+    return [label.rpartition("####")[2].strip() if boxed is None else boxed]

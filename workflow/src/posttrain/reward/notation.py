@@ -92,8 +92,8 @@ def clean(text: str) -> str:
 
     Texts of more than `MAX_LENGTH` characters, or of brackets in more than `MAX_DEPTH` brackets, are no answers: "".
     """
-    plain = unicodedata.normalize("NFKC", text[: MAX_LENGTH + 1].translate(_CHARACTERS)).strip()
-    is_long = max(len(text), len(plain)) > MAX_LENGTH or max(depths(plain), default=0) > MAX_DEPTH
+    plain = unicodedata.normalize("NFKC", text.translate(_CHARACTERS)).strip() if len(text) <= MAX_LENGTH else ""
+    is_long = len(plain) > MAX_LENGTH or max(depths(plain), default=0) > MAX_DEPTH
     if is_long or re.search("[\x00-\x08\ud800-\udfff]", plain):
         return ""
     for pattern, spelling in _COMPILED:
