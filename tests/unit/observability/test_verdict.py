@@ -129,6 +129,9 @@ def test_a_reward_that_rises_while_fewer_responses_pass_is_a_warning(run: RunDat
     before = evaluated([(1.0, 0.5)] * 64)
     hacked = dataclasses.replace(run, before=before, after=evaluated([(0.5, 0.9)] * 64))
     assert levels(hacked) == [("warning", "Fewer responses pass"), ("good", "The model got better")]
+    finding = judge_run(hacked).findings[0]
+    assert finding.detail.startswith("pass rate 100.0 % → 50.0 %: −50.0 points")
+    assert finding.remedy.startswith("the reward pays for something else than right answers")
     same = dataclasses.replace(run, before=before, after=evaluated([(0.5, 0.5)] * 64))
     assert levels(same) == [("warning", "No statistically significant change"), ("warning", "Fewer responses pass")]
 
@@ -192,6 +195,7 @@ def test_an_engine_with_other_weights_is_loud(run: RunData) -> None:
         "mean |trainer − engine| with the trainer's own weights was above 0.1 nats in 2 of 20 measured steps, first in "
         "step 4; the largest was 0.71"
     )
+    assert verdict.findings[0].remedy.startswith("an engine had other weights than it should")
     assert [finding.level for finding in verdict.findings] == ["bad", "good"]
     wrong = with_rows(run, mismatch_abs_diff_mean=[0.029] * 20)
     assert "with the weights served was above 1.00e-04 nats in 20 of 20" in judge_run(wrong).findings[0].detail
@@ -205,6 +209,11 @@ def test_rounding_is_told_from_other_weights(run: RunData) -> None:
         ("warning", "Rounded weights were far from the policy"),
         ("good", "The model got better"),
     ]
+    finding = judge_run(rounded).findings[0]
+    assert finding.detail.endswith(
+        "was above 0.1 nats in 1 of 20 measured steps, first in step 20; the largest was 0.2"
+    )
+    assert finding.remedy.startswith("one step may be chance")
     served_is_unknown = dataclasses.replace(
         run, rows=[{name: value for name, value in row.items() if name != "mismatch/abs_diff_mean"} for row in run.rows]
     )
@@ -226,6 +235,8 @@ def test_what_was_left_out_is_told(run: RunData) -> None:
     assert skipped.detail.startswith("3 updates had")
     missed = judge_run(with_rows(run, rollout_grader_failures=[0, 1, 1] + [0] * 17)).findings[0]
     assert (missed.level, missed.detail[:11]) == ("warning", "2 responses")
+    assert skipped.remedy == "a lower optimizer.lr may help"
+    assert missed.remedy.startswith("the samples in train/rollouts say why")
 
 
 def test_while_it_trains_the_rewards_are_told(run: RunData) -> None:
@@ -268,5 +279,9 @@ def test_it_is_printed_and_kept(run: RunData, capsys: pytest.CaptureFixture[str]
 def test_an_export_that_was_not_checked_is_told(run: RunData) -> None:
     title = "The export was not checked"
     assert title not in dict(map(reversed, levels(run)))
-    assert ("warning", title) in levels(dataclasses.replace(run, export_check={"check": "off"}))
+    unchecked = dataclasses.replace(run, export_check={"check": "off"})
+    assert ("warning", title) in levels(unchecked)
+    (finding,) = [finding for finding in judge_run(unchecked).findings if finding.title == title]
+    assert finding.detail.startswith("export.check=off: transformers has not loaded it")
+    assert finding.remedy == "run `snakemake check_export` with export.check=auto"
     assert title not in dict(map(reversed, levels(dataclasses.replace(run, export_check={"check": "layers"}))))
