@@ -57,7 +57,11 @@ OPPOSITES = {
 }
 OPPOSITES |= {new: old for old, new in OPPOSITES.items()}
 # The order of their arguments is of no meaning.
-COMMUTATIVE = {"min", "max", "minimum", "maximum", "gcd", "hypot", "isclose"}
+COMMUTATIVE = {"min", "max", "minimum", "maximum", "gcd", "hypot", "isclose"} | {
+    # Of reward/equality and reward/expression: that they have no sides is a test of its own.
+    *("are_equal", "same_value", "_same", "_same_at_points", "_same_rows", "_same_statements", "_same_texts"),
+    "_same_values",
+}
 
 
 @dataclass(frozen=True)

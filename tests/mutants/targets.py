@@ -11,7 +11,7 @@ FUNCTIONS = {
     },
 }
 ANSWERS = (
-    *(f"{UNIT}/reward/test_{name}.py" for name in ("mathematics", "grade")),
+    *(f"{UNIT}/reward/test_{name}.py" for name in ("mathematics", "grade", "limits")),
     f"{UNIT}/reward/test_verdicts.py::test_the_table_is_graded_as_it_says",
     f"{UNIT}/reward/test_pairs.py::test_graders_agree_with_the_labels",
 )
@@ -63,9 +63,9 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "reward/answer": (f"{UNIT}/reward/test_grade.py",),
     "reward/text": (f"{UNIT}/reward/test_text.py", f"{UNIT}/reward/test_verdicts.py"),
     "reward/graders": tuple(f"{UNIT}/reward/test_{name}.py" for name in ("graders", "worker")),
-    "reward/job": tuple(f"{UNIT}/reward/test_{name}.py" for name in ("own", "worker", "graders")),
+    "reward/job": (f"{UNIT}/reward/test_job.py",),
     "reward/own": (f"{UNIT}/reward/test_own.py",),
-    "reward/process_state": (f"{UNIT}/reward/test_process_state.py", f"{UNIT}/reward/test_worker.py"),
+    "reward/process_state": (f"{UNIT}/reward/test_process_state.py",),
     "reward/service": (f"{UNIT}/reward/test_network.py",),
     "http_answers": tuple(
         f"{UNIT}/test_http_answers.py::{name}"

@@ -14,9 +14,10 @@ def _cells(count: int) -> str:
     ("answer", "label"),
     [
         (lambda size: "7" + " " * (size - 1), lambda size: "7"),
+        (lambda size: "a" * size, lambda size: "a" * size),
         (lambda size: "(" * (size - 988) + "7" + ")" * (size - 988), lambda size: "7"),
     ],
-    ids=["1,000 characters", "12 brackets"],
+    ids=["1,000 characters and spaces", "1,000 letters", "12 brackets"],
 )
 def test_long_and_deep_texts(answer, label) -> None:
     assert are_equal(answer(1000), label(1000))
@@ -39,10 +40,11 @@ def test_lists_have_32_parts() -> None:
     parts = [str(part) for part in range(33)]
     assert are_equal(",".join(parts[:32]), ",".join(reversed(parts[:32])))
     assert not are_equal(",".join(parts), ",".join(reversed(parts)))
+    assert not are_equal(rf"\{{{','.join(parts[:32])}\}}", rf"\{{{','.join([*parts[:32], '0'])}\}}")
 
 
 @pytest.mark.parametrize(
-    ("last", "first"), [("x^{9999}", "x^{10000}"), ("(x^{100})^{100}", "(x^{101})^{100}"), ("9999!x", "10000!x")]
+    ("last", "first"), [("x^{9999}", "x^{10000}"), ("(x^{100})^{100}", "(x^{73})^{137}"), ("9999!x", "10000!x")]
 )
 def test_powers_and_factorials(last: str, first: str) -> None:
     assert same_value(last, f"{last}+0")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
+import gc
 import os
+import resource
 import signal
 import sys
 import threading
@@ -14,8 +17,8 @@ import pytest
 from posttrain.reward.process_state import MAX_KEPT_FILES, ProcessState
 
 
-def left_by(leave: Callable[[], object]) -> str:
-    """Return what cannot be put back in a process after something was done to it."""
+def left_by(leave: Callable[[], object], probe: Callable[[], object] = lambda: "") -> str:
+    """Return what cannot be put back in a process after something was done to it, or else what is seen there."""
     ours, theirs = os.pipe()
     child = os.fork()
     if child == 0:
@@ -23,7 +26,7 @@ def left_by(leave: Callable[[], object]) -> str:
             sys.stdin, sys.stdout, sys.stderr = (os.fdopen(number, mode) for number, mode in enumerate("rww"))
             state = ProcessState.now()
             leave()
-            os.write(theirs, state.restore().encode() or b"nothing")
+            os.write(theirs, (state.restore() or str(probe()) or "nothing").encode())
         finally:
             os._exit(0)
     os.close(theirs)
@@ -53,3 +56,46 @@ def keep_files(count: int) -> None:
 )
 def test_what_is_left(leave: Callable[[], object], left: str) -> None:
     assert left_by(leave) == left
+
+
+def open_elsewhere(number: int) -> None:
+    os.dup2(os.open("/dev/full", os.O_RDWR), number)
+
+
+@pytest.mark.parametrize(
+    ("leave", "probe"),
+    [
+        (lambda: os.chdir("/"), os.getcwd),
+        (lambda: os.environ.update(LEFT="1"), lambda: os.environ.get("LEFT")),
+        (lambda: os.environ.pop("PATH"), lambda: os.environ["PATH"]),
+        (lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN), lambda: signal.getsignal(signal.SIGUSR1)),
+        (lambda: signal.setitimer(signal.ITIMER_REAL, 60), lambda: signal.getitimer(signal.ITIMER_REAL)),
+        (lambda: signal.setitimer(signal.ITIMER_VIRTUAL, 60), lambda: signal.getitimer(signal.ITIMER_VIRTUAL)),
+        (lambda: signal.setitimer(signal.ITIMER_PROF, 60), lambda: signal.getitimer(signal.ITIMER_PROF)),
+        (lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}), lambda: signal.pthread_sigmask(0, ())),
+        (lambda: setattr(builtins, "print", None), lambda: builtins.print is not None),
+        (lambda: sys.settrace(lambda *_: None), sys.gettrace),
+        (lambda: sys.setprofile(lambda *_: None), sys.getprofile),
+        (lambda: sys.setrecursionlimit(500), sys.getrecursionlimit),
+        (gc.disable, gc.isenabled),
+        (lambda: os.umask(0o777), lambda: os.umask(0)),
+        (lambda: setattr(sys, "stdin", None), lambda: sys.stdin is not None),
+        (lambda: open_elsewhere(0), lambda: os.fstat(0).st_ino),
+        (lambda: open_elsewhere(1), lambda: os.fstat(1).st_ino),
+        (lambda: open_elsewhere(2), lambda: os.fstat(2).st_ino),
+        (
+            lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (50, resource.getrlimit(resource.RLIMIT_NOFILE)[1])),
+            lambda: resource.getrlimit(resource.RLIMIT_NOFILE),
+        ),
+    ],
+)
+def test_what_is_put_back(leave: Callable[[], object], probe: Callable[[], object]) -> None:
+    assert left_by(leave, probe) == left_by(lambda: None, probe)
+
+
+def test_a_collector_that_does_not_run_is_not_started() -> None:
+    gc.disable()
+    try:
+        assert left_by(gc.enable, gc.isenabled) == "False"
+    finally:
+        gc.enable()

@@ -54,13 +54,11 @@ def are_equal(answer: str, label: str) -> bool:
         label: Of the data.
     """
     left, right = clean(answer), clean(label)
-    if not left or not right:
-        return False
     for text, other in ((left, right), (right, left)):
         if (choice := _CHOICE.fullmatch(text)) and not _CHOICE.fullmatch(other):
             # "(C) 42" names the choice, and says what it is.
             return any(_same(_read(part), _read(other)) for part in choice.groups())
-    return squeeze(left) == squeeze(right) or _same(_read(left), _read(right))
+    return bool(left) and (squeeze(left) == squeeze(right) or _same(_read(left), _read(right)))
 
 
 def _read(text: str) -> Node:
