@@ -73,6 +73,10 @@ for line in sys.stdin:
         for name in [*sys.modules]:
             if name in call["stale"] or name.split(".")[0] == "tests":
                 del sys.modules[name]
+                # `from package import module` takes what the package has before it looks for a file.
+                package, _, own = name.rpartition(".")
+                if package in sys.modules:
+                    vars(sys.modules[package]).pop(own, None)
         os._exit(pytest.main(["-x", "--timeout", str(call["timeout"]), *words], [order]))
     _, status = os.waitpid(child, 0)
     order.keep()

@@ -102,6 +102,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "artifacts/durable": (f"{UNIT}/artifacts/test_durable.py", f"{UNIT}/artifacts/test_temporaries.py"),
     "artifacts/garbage": (f"{UNIT}/artifacts/test_garbage.py", f"{UNIT}/artifacts/test_references.py"),
     "training/checkpoints": (f"{UNIT}/training/test_checkpoints.py",),
+    "checkpoint/formats/tokenizer_files": (f"{UNIT}/checkpoint/formats/test_patched_copy.py",),
     "checkpoint/quantization/fp8": tuple(
         f"{UNIT}/checkpoint/quantization/test_{name}.py" for name in ("fp8", "fp8_format")
     ),

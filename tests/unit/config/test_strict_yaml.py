@@ -76,8 +76,13 @@ def test_depth_size_and_length_are_bounded(tmp_path: Path) -> None:
     limit = "more than 10000 values or 32 levels"
     assert refused("a:\n - " + "[" * 31 + "]" * 31, tmp_path) == [f"line 2: {limit}"]
     assert refused("a:\n - [" + "1," * 9_997 + "]", tmp_path) == [f"line 2: {limit}"]
+    assert refused("a: &x 1\nb: [" + "*x," * 9_996 + "]", tmp_path) == [f"line 2: {limit}"]
     assert refused("#" * (2**20 + 1), tmp_path) == ["more than 1048576 bytes"]
-    for text in ("a:\n - " + "[" * 30 + "]" * 30, "a:\n - [" + "1," * 9_996 + "]"):
+    for text in (
+        "a:\n - " + "[" * 30 + "]" * 30,
+        "a:\n - [" + "1," * 9_996 + "]",
+        "a: &x 1\nb: [" + "*x," * 9_995 + "]",
+    ):
         assert not list(faults_of(text))
     path = tmp_path / "mine.yaml"
     path.write_text("a: 1\n".ljust(2**20, "#"))

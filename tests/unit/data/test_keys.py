@@ -11,6 +11,8 @@ ROW = {
     "c.d": 2,
     "wide": dict.fromkeys("abcdefghi", 0),
     "empty": {},
+    "null": None,
+    "e.f": None,
 }
 
 
@@ -20,6 +22,7 @@ ROW = {
         ("answer", ("answer",), "72"),
         ("reward_model.ground_truth", ("reward_model", "ground_truth"), "72"),
         ("messages[-1].content", ("messages", -1, "content"), "b"),
+        ("messages[-2].content", ("messages", -2, "content"), "a"),
         ("messages[0]", ("messages", 0), {"role": "user", "content": "a"}),
         ('extra_info["a.b"]', ("extra_info", "a.b"), 1),
         ("extra_info['a.b']", ("extra_info", "a.b"), 1),
@@ -69,6 +72,8 @@ def test_what_is_no_key_is_told_by_its_place(text, place):
     ("text", "reason"),
     [
         ("label", "'label' is missing"),
+        ("null", "'null' is missing"),
+        ("e.f", "'e.f' is missing"),
         ("anwser", "'anwser' is missing (did you mean answer?)"),
         ("reward_model.truth", "'reward_model.truth' is missing: 'reward_model' has style, ground_truth, nothing"),
         (
@@ -82,6 +87,7 @@ def test_what_is_no_key_is_told_by_its_place(text, place):
         ("answer[:-1]", "'answer[:-1]' is missing: 'answer' is a str, not a list"),
         ("messages[:1].content", "'messages[:1].content' is missing: 'messages[:1]' is a list, not an object"),
         ("messages[-1:][3]", "'messages[-1:][3]' is missing: 'messages[-1:]' has 1 elements"),
+        ("messages[-3]", "'messages[-3]' is missing: 'messages' has 2 elements"),
         ("messages[2].content", "'messages[2].content' is missing: 'messages' has 2 elements"),
         ("wide.zz", "'wide.zz' is missing: 'wide' has a, b, c, d, e, f, g, h"),
         ("empty.zz", "'empty.zz' is missing: 'empty' has nothing"),

@@ -40,6 +40,7 @@ FINE = {
     "parts of numbers": (lambda i, label: f"What follows {label}5, 3.{label}, {label}.2 and x{label}?", DIGITS),
     "one label": (lambda i, label: "Is it? Answer yes.", ["yes"]),
     "in the system prompt": (lambda i, label: "Hm?", ["7", "yes"]),
+    "one of two texts": (lambda i, label: "Is it a1 or a2?", [["a1", "b1"], ["a2", "b2"]]),
     "no texts": (lambda i, label: "true null", [True, None, [], {}]),
 }
 

@@ -136,9 +136,7 @@ class _Scan:
         elif isinstance(event, AliasEvent):
             if event.anchor in (parent.anchor for parent in self.open):
                 yield f"line {_line(event)}: *{event.anchor} inside of itself", "values that end", "write it out"
-            self.num_values += self._sizes.get(event.anchor, 0)
-        elif event.anchor:
-            self._sizes[event.anchor] = 1
+            self.num_values += self._sizes.get(event.anchor, 0)  # 0 of a scalar
         self.num_values += 1
 
     def _place(self, event: Event) -> Iterator[tuple[str, str, str]]:
