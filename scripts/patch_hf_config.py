@@ -40,7 +40,7 @@ def main() -> None:
     def patch(partial: Path) -> tuple[FileRecord, ...]:
         files = patch_folder(args.source, partial, model, source, dropped, unties=read != config)
         check_layout(partial)
-        raise_if_any(list(check_tokenizer(partial, model.architecture.vocab_size)))
+        raise_if_any(check_tokenizer(partial, model.architecture.vocab_size))
         return files
 
     kept = {"dropped": dropped, "own_digests": digests}

@@ -23,6 +23,7 @@ from tests.support.tiny_checkpoint import TINY_QWEN3, make_random_checkpoint
 
 from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
 from posttrain.engines.ports import choose_free_ports
+from posttrain.serving.servers import this_machine
 
 SECRET = "of those who may ask"
 GREEDY = {"model": "hf", "prompt": "sort the digits.\n31", "max_tokens": 4, "temperature": 0}
@@ -244,7 +245,7 @@ def test_a_server_killed_at_any_time_frees_port_and_lease(folder: Path, tmp_path
     expected = answer(process, port, log)
     length, before = time.monotonic() - begun, {path.name: path.read_bytes() for path in folder.iterdir()}
     assert end(process) == -signal.SIGKILL
-    while kills < 30:
+    while kills < 20:
         process = start()
         time.sleep(rng.uniform(0, 1.2) * length)
         assert process.poll() is None, log.read_text()[-2000:]
@@ -253,7 +254,7 @@ def test_a_server_killed_at_any_time_frees_port_and_lease(folder: Path, tmp_path
     process = start()
     try:
         assert answer(process, port, log) == expected
-        assert f"{folder} has ended" in serve(tmp_path, folder, "--stop").stdout
+        assert f"at {this_machine()}:{port} has ended" in serve(tmp_path, folder, "--stop").stdout
     finally:
         process.kill()
     assert "there is nothing to end" in serve(tmp_path, folder, "--stop").stdout

@@ -73,3 +73,10 @@ def test_dimensions_of_other_families_are_not_taken_over() -> None:
     """transformers writes keys into `config.json` that a family has no part for."""
     content = {**written("qwen3"), "kv_lora_rank": 32, "n_routed_experts": 8}
     assert dataclasses.asdict(architecture_of(content, "c"))["kv_lora_rank"] == 0
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "n_routed_experts", "num_nextn_predict_layers"])
+@pytest.mark.parametrize("count", [10**9, -1])
+def test_counts_that_no_model_has_are_rejected_before_tensors_are_named(key, count):
+    with pytest.raises(ConfigError, match=rf"model\.architecture\.{key} = {count}"):
+        architecture_of(written("glm_moe_dsa") | {key: count}, "config.json")

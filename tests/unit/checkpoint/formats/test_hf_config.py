@@ -17,6 +17,7 @@ from tests.support.tiny_checkpoint import (
 )
 from transformers import DeepseekV3Config, GlmMoeDsaConfig
 
+from posttrain.checkpoint.formats import as_transformers
 from posttrain.checkpoint.formats.hf_config import check_config
 from posttrain.checkpoint.formats.hf_layout import check_layout, read_object
 from posttrain.checkpoint.formats.safetensors_io import TensorInfo
@@ -59,6 +60,41 @@ def test_each_absent_dimension_is_found(name):
 def test_all_wrong_dimensions_are_found_at_once():
     found = _check(CONFIG | {name: CONFIG[name] + 1 for name in DIMENSIONS})
     assert set(found) >= {f"config.json: {name}" for name in DIMENSIONS}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("num_hidden_layers", value) for value in (10**9, -5, "3", 3.0, [3], {"a": 1}, None)),
+        *(("num_labels", value) for value in (10**9, "2", [2], 2.5)),
+        *(("n_routed_experts", 10**9), ("num_local_experts", 10**9), ("num_nextn_predict_layers", 10**9)),
+        *(("vocab_size", 10**30), ("hidden_size", 10**300), ("rope_scaling", 5), ("rope_parameters", "x")),
+        *(("eos_token_id", value) for value in (10**20, "x", {"a": 1}, [["a"]], [1, 64])),
+        *(("attn_implementation", "a/b"), ("_attn_implementation", {"": "a/b"}), ("experts_implementation", "a/b")),
+        *((key, {"hidden_size": "x"}) for key in ("attribute_map", "sub_configs", "to_dict", "__class__", "validate")),
+        *(("architectures", 5), ("layer_types", "x"), ("id2label", [1]), ("use_cache", "x"), ("pad_token_id", 64)),
+    ],
+)
+def test_hostile_values_are_problems_of_their_keys(monkeypatch, key, value):
+    """What is known to be wrong is not given to transformers, which would make lists of that length."""
+    seen, values = [], as_transformers._values
+    monkeypatch.setattr(as_transformers, "_values", lambda config, arch: seen.append(config) or values(config, arch))
+    found = _check(CONFIG | {key: value})
+    spelled = "n_routed_experts" if key == "num_local_experts" else "rope_theta" if key.startswith("rope") else key
+    assert f"config.json: {spelled}" in found or "config.json" in found
+    assert all("remedy" in str(problem) for problem in found.values())
+    if isinstance(value, int) and value >= 10**9 and key in ("num_hidden_layers", "num_labels", "n_routed_experts"):
+        assert all(config.get(key) != value for config in seen)
+
+
+def test_a_file_of_too_many_keys_is_not_given_to_transformers(monkeypatch):
+    monkeypatch.setattr(as_transformers, "_values", lambda *_: pytest.fail("it was read"))
+    assert _check(CONFIG | {f"k{i}": i for i in range(1000)})["config.json"].allowed == "at most 1,000"
+
+
+@pytest.mark.parametrize("more", [{"attn_implementation": "sdpa"}, {"num_labels": 2}, {"pad_token_id": None}])
+def test_what_published_files_say_beside_the_model_is_accepted(more):
+    assert _check(CONFIG | more) == {}
 
 
 def test_a_truth_value_is_no_number():

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 
 import pytest
 from tests.support.small_checkpoint import ARCHITECTURE, make_small_checkpoint
@@ -25,6 +26,24 @@ def _change_index(folder, change):
 
 def test_a_whole_checkpoint_gives_its_tensors(folder):
     assert set(check_layout(folder).infos) == set(expected_tensors(ARCHITECTURE))
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ('"hidden_size": 32', "has 'hidden_size' twice"),
+        ('"rope_scaling": {"a": 1, "a": 2}', "has 'a' twice"),
+        *((f'"rope_theta": {number}', f"holds {number}, which is no") for number in ("NaN", "-Infinity", "1e999")),
+        ('"a": ' + "[" * 100_000, "nested too deeply"),
+        ('"a": ' + "9" * 5000, "4300 digits"),
+    ],
+)
+def test_what_readers_of_config_json_take_for_different_things(folder, more, told):
+    text = (folder / "config.json").read_text().strip()
+    (folder / "config.json").write_text(f"{text[:-1].rstrip()}, {more}}}")
+    with pytest.raises(CheckpointError, match=rf"config\.json: not JSON \(.*{re.escape(told)}") as refused:
+        check_layout(folder)
+    assert "remedy: correct it" in str(refused.value)
 
 
 def test_a_truncated_shard_is_named_with_both_sizes(folder):

@@ -7,6 +7,7 @@ to write it anywhere would fail with.
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -17,19 +18,21 @@ from posttrain.artifacts.placeholders import placeholder
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-def parse_json(text: str | bytes, unique_names: bool = False) -> Any:
+def parse_json(text: str | bytes, unique_names: bool = False, finite: bool = False) -> Any:
     """Return what a JSON text says.
 
     Args:
         text: The text, or its bytes in UTF-8.
         unique_names: Reject objects that have a name twice, of which Python's reader takes the last.
+        finite: Reject NaN and infinite numbers, which JSON does not have and Python's reader takes.
 
     Raises:
         ValueError: It is not UTF-8 or not JSON, is nested too deeply, or holds half a character (a lone surrogate).
     """
+    hooks: dict[str, Any] = {"parse_constant": _finite, "parse_float": _finite} if finite else {}
     decoded = text.decode("utf-8") if isinstance(text, bytes) else text
     try:
-        content = json.loads(decoded, object_pairs_hook=_object_of if unique_names else None)
+        content = json.loads(decoded, object_pairs_hook=_object_of if unique_names else None, **hooks)
         if _HALF.search(decoded):
             json.dumps(content, ensure_ascii=False).encode("utf-8")
     except RecursionError as error:
@@ -48,15 +51,25 @@ def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return content
 
 
-def read_json(path: Path) -> Any:
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"holds {text}, which is no finite number")
+    return number
+
+
+def read_json(path: Path, is_strict: bool = False) -> Any:
     """Return what a JSON file says.
+
+    Args:
+        path: The file.
+        is_strict: Each name once, and finite numbers alone; see `parse_json`.
 
     Raises:
         OSError: It cannot be read.
         ValueError: See `parse_json`.
     """
     try:
-        return parse_json(path.read_bytes())
+        return parse_json(path.read_bytes(), unique_names=is_strict, finite=is_strict)
     except ValueError as error:
         if instead := placeholder(path):
             raise ValueError(instead) from error

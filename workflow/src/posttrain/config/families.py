@@ -22,6 +22,8 @@ from posttrain.config.schema import Architecture
 from posttrain.errors import Problem
 
 PREFIX = "model.architecture"
+# Several times what any released model has.
+MOST_LAYERS, MOST_EXPERTS = 500, 2048
 _COMMON = (
     "model_type",
     "vocab_size",
@@ -130,11 +132,20 @@ def num_indexers(arch: Architecture) -> int:
 
 def check_architecture(arch: Architecture) -> Iterator[Problem]:
     """Yield what is missing, what is too much, and what does not fit together."""
+    yield from _check_size(arch)
     yield from _check_presence(arch)
     yield from _check_indexer(arch)
     yield from _check_positions(arch)
     yield from _check_heads(arch)
     yield from _check_experts(arch)
+
+
+def _check_size(arch: Architecture) -> Iterator[Problem]:
+    """Keep counts to what a model can have: there are names of its tensors for each."""
+    layers = dict.fromkeys(("num_hidden_layers", "num_nextn_predict_layers"), MOST_LAYERS)
+    for name, most in {**layers, "n_routed_experts": MOST_EXPERTS}.items():
+        if not 0 <= (found := getattr(arch, name)) <= most:
+            yield Problem(f"{PREFIX}.{name}", repr(found), f"0 to {most:,}", "take it from the model's config.json")
 
 
 def _check_presence(arch: Architecture) -> Iterator[Problem]:

@@ -17,6 +17,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from posttrain.checkpoint.formats.hf_layout import read_object
 from posttrain.data.deadline import deadline
 from posttrain.data.messages import RowError
 from posttrain.data.tool_calls import forms_of, in_form
@@ -243,18 +244,18 @@ def stop_token_ids(folder: Path) -> frozenset[int]:
         folder: A checkpoint in Hub layout.
 
     Raises:
-        CheckpointError: It names none.
+        CheckpointError: It names none, or something that is no token id.
     """
-    found = [
-        json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        for name in ("generation_config.json", "config.json")
-        if (path := folder / name).exists()
-    ]
+    files = [path for name in ("generation_config.json", "config.json") if (path := folder / name).exists()]
+    found = [read_object(path).get("eos_token_id") for path in files]
     # An empty list says as little as none, to SGLang too.
     ids = next((ids for ids in found if ids not in (None, [])), None)
     if ids is None:
         raise CheckpointError(f"{folder}: neither generation_config.json nor config.json has an eos_token_id")
-    return frozenset(ids if isinstance(ids, list) else [ids])
+    ids = ids if isinstance(ids, list) else [ids]
+    if not all(type(id) is int for id in ids):
+        raise CheckpointError(f"{folder}: eos_token_id is {ids!r}, expected token ids\n  remedy: correct it")
+    return frozenset(ids)
 
 
 def _ends_with(text: str, prompt: str, answer: str) -> bool:

@@ -7,6 +7,7 @@ with the values of `model.architecture`. Any difference would change the model's
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -26,6 +27,11 @@ _WITHOUT_EFFECT = {
 }
 # Read by transformers although no configuration class declares them.
 _UNDECLARED = ("is_causal", "attention_chunk_size", "sliding_window", "head_dim", "original_max_position_embeddings")
+# Parts of the class that published files have as keys.
+_SAVED = {
+    *("model_type", "name_or_path", "num_labels", "output_attentions", "rope_scaling", "torch_dtype"),
+    *("use_return_dict", "_attn_implementation", "_experts_implementation"),
+}
 # A configuration inside the configuration, which transformers would take instead of it.
 _NESTED = ("text_config", "decoder", "generator", "text_encoder", "encoder", "per_layer_config")
 _ROPE_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, "partial_rotary_factor": 1.0}
@@ -44,8 +50,12 @@ def check_meaning(config: Mapping[str, Any], written: Mapping[str, Any], arch: A
             value = one_line(repr(config[key]))
             yield Problem(f"config.json: {key}", value, "none", "give the configuration of the language model alone")
             return
+    parts = [key for key in config if key in _parts_of(_config_class(arch))]
+    for key in parts:
+        allowed = "no key of this name: it would take the place of a part of transformers' class"
+        yield Problem(f"config.json: {key}", one_line(repr(config[key])), allowed, "remove the key")
     try:
-        found = _values(config, arch)
+        found = _values({key: value for key, value in config.items() if key not in parts}, arch)
     # The file is not ours, so any exception of the library is reported as a problem of the file.
     except Exception as error:
         value = one_line(f"{type(error).__name__}: {error}")
@@ -76,8 +86,7 @@ def hub_config(arch: Architecture, fixed: Mapping[str, Any]) -> dict[str, Any]:
 
 def _values(config: Mapping[str, Any], arch: Architecture) -> dict[str, Any]:
     """Return what the family's class makes of a file: its values that have an effect, those of positions apart."""
-    module = importlib.import_module(modelling_module(arch.model_type).replace("modeling", "configuration"))
-    config_class = getattr(module, family_of(arch).hub_class.replace("ForCausalLM", "Config"))
+    config_class = _config_class(arch)
     # Attention with latents has as many key heads as heads; transformers fails with any other number.
     idle = {*_WITHOUT_EFFECT, "rope_parameters", *(["num_key_value_heads"] if arch.kv_lora_rank else [])}
     read = {*config_class().to_dict(), *_UNDECLARED} - idle
@@ -85,6 +94,17 @@ def _values(config: Mapping[str, Any], arch: Architecture) -> dict[str, Any]:
     rope = values.get("rope_parameters") or {}
     positions = {f"rope_parameters.{key}": value for key, value in _rope_meaning(rope).items()}
     return {key: value for key, value in values.items() if key in read} | positions
+
+
+def _config_class(arch: Architecture) -> Any:
+    module = importlib.import_module(modelling_module(arch.model_type).replace("modeling", "configuration"))
+    return getattr(module, family_of(arch).hub_class.replace("ForCausalLM", "Config"))
+
+
+def _parts_of(config_class: Any) -> set[str]:
+    """Return the names of a configuration class's methods and own variables, which a file's keys would replace."""
+    fields = {field.name for field in dataclasses.fields(config_class)}
+    return {name for kind in config_class.__mro__ for name in vars(kind)} - fields - _SAVED
 
 
 def _copied(value: Any) -> Any:

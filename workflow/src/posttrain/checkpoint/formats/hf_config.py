@@ -8,6 +8,7 @@ shards' headers, and reports all differences at once.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from posttrain.checkpoint.formats.safetensors_io import TensorInfo, TensorSpec
 from posttrain.checkpoint.param_names import compare_tensors, mtp_layer_of
 from posttrain.config.families import chooses_keys, dimensions, family_of
 from posttrain.config.schema import Architecture, RopeScaling
-from posttrain.errors import Problem
+from posttrain.errors import Problem, one_line
 
 ALIAS_TYPE, ALIAS_CLASS = "deepseek_v32", "DeepseekV32ForCausalLM"
 CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
@@ -28,6 +29,10 @@ _SPELLED_APART = (
     *("model_type", "rope_theta", "rope_scaling", "partial_rotary_factor"),
     *("index_topk_freq", "index_skip_topk_offset"),
 )
+# transformers makes a name for each label, also where a model has no use for them.
+_MOST_LABELS, _MOST_KEYS = 1000, 1000
+# Of the keys that name the code which computes: attention's, the experts'.
+_IMPLEMENTATION = ("_implementation", "_implementation_internal")
 MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers")
 _EXPERT_COUNTS = {"n_routed_experts", "num_experts", "num_local_experts"}
 _ROPE_WORDS = {"rope_type", *(field.name for field in dataclasses.fields(RopeScaling))}
@@ -59,6 +64,7 @@ def check_config(
         *_check_kind(config, architecture),
         *_check_precision(config),
         *_check_dimensions(config, architecture, tensors),
+        *_check_harmless(config, architecture),
         *_check_rope(config, architecture),
         *_check_fixed(config, architecture),
         *_check_indexers(config, architecture),
@@ -112,6 +118,29 @@ def _check_dimensions(
         # A part that the model does not have (no indexer, no MTP layer) need not be mentioned.
         if name not in _SPELLED_APART and key not in lost and not (expected == 0 and config.get(key) is None):
             yield from _compare(key, config.get(key), expected)
+
+
+def _check_harmless(config: Mapping[str, Any], architecture: Architecture) -> Iterator[Problem]:
+    """Whatever makes transformers allocate without end, run code of others, or fail when it is trained."""
+    if len(config) > _MOST_KEYS:
+        yield Problem(
+            CONFIG, f"{len(config):,} keys", f"at most {_MOST_KEYS:,}", "give the file that the model came with"
+        )
+    labels = config.get("num_labels")
+    if labels is not None and not (isinstance(labels, int) and labels <= _MOST_LABELS):
+        remedy = "remove the key: a language model has no labels"
+        yield Problem(f"{CONFIG}: num_labels", repr(labels), f"a number up to {_MOST_LABELS:,}, or none", remedy)
+    for key, value in config.items():
+        if key.endswith(_IMPLEMENTATION) and not (value is None or re.fullmatch(r"\w+", str(value))):
+            allowed = "a word such as sdpa; a repository's name has its code downloaded and run"
+            yield Problem(f"{CONFIG}: {key}", one_line(repr(value)), allowed, "remove the key")
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        ids = config.get(key)
+        wrong = [id for id in (ids if isinstance(ids, list) else [ids]) if id is not None]
+        wrong = [id for id in wrong if not (isinstance(id, int) and id < architecture.vocab_size)]
+        if wrong:
+            allowed = f"token ids below {architecture.vocab_size} (vocab_size)"
+            yield Problem(f"{CONFIG}: {key}", one_line(repr(ids)), allowed, "give the file that the model came with")
 
 
 def _check_rope(config: Mapping[str, Any], architecture: Architecture) -> Iterator[Problem]:
@@ -208,15 +237,18 @@ def _check_meaning(
 ) -> Iterator[Problem]:
     """Yield what only transformers' own reading of the file shows, but no consequence of a known problem."""
     named = {_last_word(problem.key) for problem in known}
-    if named & {"model_type", "architectures"}:
+    if named & {"model_type", "architectures", CONFIG}:
         return
     consequences = {*named, *_CONSEQUENCES} if named else set()
     if named & _EXPERT_COUNTS:
         consequences |= _EXPERT_COUNTS
     fixed = fixed_values(architecture)
-    # A null is as good as nothing, where `_check_fixed` takes it.
-    read = {key: value for key, value in config.items() if value is not None or key not in fixed}
-    for problem in check_meaning(read, hub_config(architecture, fixed), architecture):
+    written = hub_config(architecture, fixed)
+    # A null is as good as nothing, where `_check_fixed` takes it. transformers does not see what is known to be wrong:
+    # it would list a billion layers.
+    read = {key: value for key, value in config.items() if (value is not None or key not in fixed) and key not in named}
+    read |= {key: written[key] for key in named & written.keys()}
+    for problem in check_meaning(read, written, architecture):
         is_of_rope = "rope_parameters." in problem.key
         if _last_word(problem.key) not in consequences and not (is_of_rope and named & _ROPE_WORDS):
             yield problem

@@ -55,14 +55,16 @@ def read_object(path: Path) -> dict[str, Any]:
     """Read a JSON file that holds one object.
 
     Raises:
-        CheckpointError: When it is missing or holds something else.
+        CheckpointError: When it is missing or holds something else, a name twice or a number that is not finite: others
+            who read it would take something else, or fail.
     """
     try:
-        content = read_json(path)
+        content = read_json(path, is_strict=True)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: missing; is {path.parent} a checkpoint in Hub layout?") from error
     except ValueError as error:
-        raise CheckpointError(f"{path}: not JSON ({error}), {path.stat().st_size} bytes") from error
+        remedy = "remedy: correct it, or fetch the file again"
+        raise CheckpointError(f"{path}: not JSON ({error}), {path.stat().st_size} bytes\n  {remedy}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: holds a {type(content).__name__}, expected an object")
     return content

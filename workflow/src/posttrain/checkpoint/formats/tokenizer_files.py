@@ -7,7 +7,6 @@ tokens of the known classes, whose files are converted. Others need `model.token
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 from transformers.convert_slow_tokenizer import TikTokenConverter
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
+from posttrain.artifacts.plain_json import parse_json
 from posttrain.checkpoint.formats.config_patch import Change
 from posttrain.config.model_files import TOKENIZER, TOKENIZER_CONFIG
 from posttrain.errors import CheckpointError
@@ -125,7 +125,8 @@ def read_config(folder: Path, files: Mapping[str, bytes]) -> dict[str, Any]:
     if TOKENIZER_CONFIG not in files and not (folder / TOKENIZER_CONFIG).exists():
         return {}
     try:
-        content = json.loads(files.get(TOKENIZER_CONFIG) or (folder / TOKENIZER_CONFIG).read_bytes())
+        text = files.get(TOKENIZER_CONFIG) or (folder / TOKENIZER_CONFIG).read_bytes()
+        content = parse_json(text, unique_names=True, finite=True)
     except ValueError as error:
         raise CheckpointError(f"{TOKENIZER_CONFIG}: not JSON ({error})") from error
     if not isinstance(content, dict):

@@ -1,0 +1,56 @@
+"""A child process of bounded time and memory, for files of others that a library reads: tokenizers, chat templates."""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TypeVar
+
+Result = TypeVar("Result")
+
+
+def confined(work: Callable[[], Result], seconds: float, num_bytes: int) -> Result:
+    """Return what a function returns in a forked child.
+
+    Args:
+        work: What it returns can be pickled.
+        seconds: It is killed after so long.
+        num_bytes: Of memory that it may take on top of this process's.
+
+    Raises:
+        TimeoutError: It was not done.
+        MemoryError: It needs more.
+        ChildProcessError: It has died.
+    """
+    context = multiprocessing.get_context("fork")
+    answers, answer = context.Pipe(duplex=False)
+    process = context.Process(target=_work, args=(work, answer, num_bytes), daemon=True)
+    process.start()
+    answer.close()
+    try:
+        if not answers.poll(seconds):
+            raise TimeoutError(f"not done after {seconds:g} s")
+        done, result = answers.recv()
+    except EOFError:
+        process.join()
+        raise ChildProcessError(f"the process that read it ended with {process.exitcode}") from None
+    finally:
+        process.kill()
+        process.join()
+        answers.close()
+    if not done:
+        raise MemoryError(f"it takes more than {num_bytes / 2**30:.2g} GiB")
+    return result
+
+
+def _work(work: Callable[[], object], answer: Connection, num_bytes: int) -> None:
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + num_bytes,) * 2)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    try:
+        answer.send((True, work()))
+    except MemoryError:
+        answer.send((False, None))
