@@ -128,7 +128,7 @@ def test_what_is_not_taken_over_is_listed_with_its_line(imported: dict[str, tupl
         "--actor-num-gpus-per-node ${GPUS} (run-qwen3-30B-A3B.sh:36): it depends on the branch in line 5",
         "--prompt-data $BASE_DIR/prompts.jsonl (run-qwen3-30B-A3B.sh:12): the script does not set BASE_DIR; stays",
         "--kl-loss-coef 0.001",
-        "--sglang-cuda-graph-bs 1 2 4 8 16 24 32 40 48 56 64 (run-qwen3-30B-A3B.sh:28): only the largest is a key",
+        "--sglang-cuda-graph-bs 1 2 4 $(seq 8 8 64) (run-qwen3-30B-A3B.sh:28): $(seq 8 8 64) is the output",
         "--dynamic-sampling-filter-path filters.check",
         "--lr-warmup-itres 10 (run-qwen3-30B-A3B.sh:33): not known here; did you mean '--lr-warmup-iters'?",
         "--num-rollout 3 (run-qwen3-30B-A3B.sh:35): it depends on the command before && in line 35",

@@ -10,6 +10,7 @@ from typing import Any
 
 from posttrain.foreign.script import MOST_CHARACTERS, MOST_WORDS
 
+RUNS = "it is computed when the launcher runs"
 # Larger numbers are no sizes of a training.
 _LARGEST = 2**63
 _COMPUTES: dict[type, Callable[[Any, Any], Any]] = {
@@ -20,6 +21,7 @@ _COMPUTES: dict[type, Callable[[Any, Any], Any]] = {
     ast.Div: operator.truediv,
     ast.Mod: operator.mod,
     ast.Pow: operator.pow,
+    ast.LShift: operator.lshift,
 }
 _COMPARES: dict[type, Callable[[Any, Any], Any]] = {
     ast.Eq: operator.eq,
@@ -77,15 +79,15 @@ def computed(kind: type, left: Any, right: Any) -> Any:
     compute = _COMPUTES.get(kind)
     try:
         if compute is None or isinstance(left, str) or isinstance(right, str):
-            return Unknown("it is computed when the launcher runs")
+            return Unknown(RUNS)
         if isinstance(left, list) and kind is ast.Mult and len(left) * int(right) > MOST_WORDS:
             return Unknown("it is too long")
-        if kind is ast.Pow and (abs(left) > 2**16 or not 0 <= right <= 62):
+        if kind in (ast.Pow, ast.LShift) and (abs(left) > 2**16 or not 0 <= right <= 62):
             return Unknown("it is too large")
         found = compute(left, right)
         is_large = len(found) > MOST_WORDS if isinstance(found, list) else abs(found) > _LARGEST
     except (TypeError, ValueError, ArithmeticError):
-        return Unknown("it is computed when the launcher runs")
+        return Unknown(RUNS)
     return Unknown("it is too large") if is_large else found
 
 
@@ -108,9 +110,11 @@ def called(name: str, values: list[Any]) -> Any:
 def literal(text: str) -> Any:
     """Return a number, or a list such as "[0]*3+[1]*75"; None where a text is neither."""
     try:
-        return _folded(ast.parse(text.strip()[:MOST_CHARACTERS], mode="eval").body)
+        found = folded(ast.parse(text.strip()[:MOST_CHARACTERS], mode="eval").body)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
+    items = found if isinstance(found, list) else [found]
+    return found if all(isinstance(item, (int, float)) for item in items) else None
 
 
 def whole_number(text: str) -> int | None:
@@ -119,25 +123,45 @@ def whole_number(text: str) -> int | None:
     return found if isinstance(found, int) else None
 
 
-def _folded(node: ast.expr) -> Any:
-    """Return the value of an expression of numbers and lists.
+def constant(value: Any) -> Any:
+    """Return a text's characters, and any other value as it is."""
+    if isinstance(value, Text):
+        return Unknown(RUNS) if value.plain is None else value.plain
+    return value
 
-    Raises:
-        ValueError: It holds something else.
+
+def folded(node: ast.expr, value: Callable[[ast.expr], Any] | None = None) -> Any:
+    """Return what an expression of plain values is, or Unknown.
+
+    Args:
+        node: A number, a list, or operators between values.
+        value: Gives the values of its parts; None: they are folded, too.
     """
-    found: Any = Unknown("")
-    if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
+    value = value or folded
+    if isinstance(node, ast.Constant):
         return node.value
-    if isinstance(node, ast.List):
-        items = [_folded(item) for item in node.elts]
-        if any(isinstance(item, list) for item in items):
-            # Lists of lists are no setting, and a few characters make billions of items of them.
-            raise ValueError("a list of lists")
-        return items
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_folded(node.operand)
+    if isinstance(node, (ast.List, ast.Tuple)):
+        items = [value(item) for item in node.elts]
+        # A few characters make billions of items of lists of lists.
+        return Unknown("it is a list of lists") if any(isinstance(item, list) for item in items) else items
+    if isinstance(node, ast.BoolOp):
+        is_or = isinstance(node.op, ast.Or)
+        values = [value(part) for part in node.values]
+        # The first that decides, as Python has it; whether one that is not known does, is not known.
+        return next((v for v in values if isinstance(constant(v), Unknown) or bool(constant(v)) is is_or), values[-1])
+    if isinstance(node, ast.IfExp):
+        test = constant(value(node.test))
+        return test if isinstance(test, Unknown) else value(node.body if test else node.orelse)
+    parts: list[ast.expr] = []
     if isinstance(node, ast.BinOp):
-        found = computed(type(node.op), _folded(node.left), _folded(node.right))
-    if isinstance(found, Unknown):
-        raise ValueError("not a number")
-    return found
+        parts = [node.left, node.right]
+    elif isinstance(node, ast.Compare) and len(node.ops) == 1:
+        parts = [node.left, *node.comparators]
+    elif isinstance(node, ast.UnaryOp):
+        parts = [node.operand]
+    found = [constant(value(part)) for part in parts] or [Unknown(RUNS)]
+    if unknown := next((item for item in found if isinstance(item, Unknown)), None):
+        return unknown
+    if isinstance(node, ast.UnaryOp):
+        return not found[0] if isinstance(node.op, ast.Not) else computed(ast.Mult, -1, found[0])
+    return compared(type(node.ops[0]), *found) if isinstance(node, ast.Compare) else computed(type(node.op), *found)  # type: ignore[attr-defined]

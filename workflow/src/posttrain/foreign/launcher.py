@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import ConfigError, Problem
-from posttrain.foreign.expression import Piece, Text, Unknown, called, compared, computed, text_of
+from posttrain.foreign.expression import RUNS, Piece, Text, Unknown, called, computed, constant, folded, text_of
 from posttrain.foreign.script import PROGRAM, UNSET, Budget, Script, Word, flags_of, read_text, split_words
 
-_RUNS = "it is computed when the launcher runs"
 # Functions that call each other.
 _DEEPEST = 5
 # What stands for flags, and not for a value of one: {logging_args(args)}, {extra_args}.
@@ -141,7 +140,7 @@ class _Launcher:
         """Follow the case whose constants are the subject's."""
         subject = self._value(node.subject, names)
         for case in node.cases:
-            fits = Unknown(_RUNS) if case.guard else _fits(case.pattern, subject)
+            fits = Unknown(RUNS) if case.guard else _fits(case.pattern, subject)
             if isinstance(fits, Unknown):
                 break
             if fits:
@@ -211,40 +210,15 @@ class _Launcher:
             return self._fields.get(node.attr, Unknown(f"{UNSET} {node.attr}"))
         if isinstance(node, ast.BinOp):
             return self._binary(type(node.op), self._value(node.left, names), node.right, names)
-        if isinstance(node, (ast.List, ast.Tuple)):
-            items = [self._value(item, names) for item in node.elts]
-            # A few characters make billions of items of lists of lists.
-            return Unknown("it is a list of lists") if any(isinstance(item, list) for item in items) else items
-        if isinstance(node, ast.IfExp):
-            test = _plain(self._value(node.test, names))
-            return test if isinstance(test, Unknown) else self._value(node.body if test else node.orelse, names)
         if isinstance(node, ast.Call):
             return self._call(node, names)
-        return self._decided(node, names)
-
-    def _decided(self, node: ast.expr, names: dict[str, Any]) -> Any:
-        """Return the value of what a condition is made of."""
-        if isinstance(node, ast.Compare) and len(node.ops) == 1:
-            left, right = (_plain(self._value(part, names)) for part in (node.left, node.comparators[0]))
-            unknown = next((side for side in (left, right) if isinstance(side, Unknown)), None)
-            return unknown or compared(type(node.ops[0]), left, right)
-        if isinstance(node, ast.UnaryOp):
-            value = _plain(self._value(node.operand, names))
-            if isinstance(value, Unknown):
-                return value
-            return not value if isinstance(node.op, ast.Not) else computed(ast.Mult, -1, value)
-        if isinstance(node, ast.BoolOp):
-            is_or = isinstance(node.op, ast.Or)
-            values = [self._value(part, names) for part in node.values]
-            # The first that decides, as Python has it; whether one that is not known does, is not known.
-            return next((v for v in values if isinstance(_plain(v), Unknown) or bool(_plain(v)) is is_or), values[-1])
-        return Unknown(_RUNS)
+        return folded(node, lambda part: self._value(part, names))
 
     def _formatted(self, node: ast.expr, names: dict[str, Any]) -> Sequence[Piece]:
         if isinstance(node, ast.Constant):
             return (_piece(str(node.value), node),)
         assert isinstance(node, ast.FormattedValue)
-        value = self._value(node.value, names) if node.format_spec is None else Unknown(_RUNS)
+        value = self._value(node.value, names) if node.format_spec is None else Unknown(RUNS)
         if isinstance(value, Text):
             return value.pieces
         spelled = "".join(char for char in ast.unparse(node.value) if not char.isspace() and char not in "'\"")
@@ -257,7 +231,7 @@ class _Launcher:
         if kind is ast.Add and (isinstance(left, Text) or isinstance(right, Text)):
             spelled = _piece(f"{{{ast.unparse(right_node)[:60]}}}".replace(" ", ""), right_node)
             sides = [
-                side.pieces if isinstance(side, Text) else (replace(spelled, why=getattr(side, "why", _RUNS)),)
+                side.pieces if isinstance(side, Text) else (replace(spelled, why=getattr(side, "why", RUNS)),)
                 for side in (left, right)
             ]
             return text_of((*sides[0], *sides[1]))
@@ -275,10 +249,10 @@ class _Launcher:
             given = dict(zip((argument.arg for argument in function.args.args), values, strict=False))
             found = self._run(function.body, {**self._names, **given})
             self._depth -= 1
-            return Unknown(_RUNS) if found is None else found
+            return Unknown(RUNS) if found is None else found
         if isinstance(node.func, ast.Attribute) and node.func.attr == "join" and values and isinstance(values[0], list):
             return _joined(values[0])
-        plain = [_plain(value) for value in values]
+        plain = [constant(value) for value in values]
         unknown = next((value for value in plain if isinstance(value, Unknown)), None)
         if name == "str" and len(plain) == 1 and not unknown:
             return text_of((_piece(str(plain[0]), node),))
@@ -316,30 +290,24 @@ def _starts_training(node: ast.AST) -> bool:
 def _fits(pattern: ast.pattern, subject: Any) -> Any:
     """Tell whether a pattern of constants fits a value, or Unknown."""
     if isinstance(pattern, ast.MatchAs) and pattern.pattern is None:
-        return True if pattern.name is None else Unknown(_RUNS)
+        return True if pattern.name is None else Unknown(RUNS)
     if isinstance(pattern, ast.MatchOr):
         found = [_fits(part, subject) for part in pattern.patterns]
         return next((fits for fits in found if isinstance(fits, Unknown) or fits), False)
     if isinstance(pattern, ast.MatchSequence) and isinstance(subject, list) and len(subject) == len(pattern.patterns):
         found = [_fits(part, item) for part, item in zip(pattern.patterns, subject, strict=True)]
         return next((fits for fits in found if isinstance(fits, Unknown) or not fits), True)
-    value = _plain(subject)
+    value = constant(subject)
     if isinstance(pattern, ast.MatchValue) and isinstance(pattern.value, ast.Constant):
         return value if isinstance(value, Unknown) else value == pattern.value.value
-    return Unknown(_RUNS)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Text):
-        return Unknown(_RUNS) if value.plain is None else value.plain
-    return value
+    return Unknown(RUNS)
 
 
 def _joined(values: Sequence[Any]) -> Any:
     """Return a list's texts with spaces between them."""
     texts = [value if isinstance(value, Text) else Text((Piece(str(value), 0, 0),)) for value in values]
     if any(isinstance(value, (Unknown, list)) for value in values):
-        return Unknown(_RUNS)
+        return Unknown(RUNS)
     return text_of(piece for text in texts for piece in (*text.pieces, _SPACE))
 
 

@@ -22,11 +22,6 @@ MOST_WORDS = 10_000
 MOST_STEPS = 500_000
 UNSET = "the script does not set"
 FLAG = re.compile(r"--[A-Za-z][\w-]*")
-# How lists of flags are spelled.
-_LISTS = re.compile(
-    r"\$[@*]|\$\{?\w*(\[[@*]\]|(args?|flags?|opts?|options|extra)(\[[@*]\])?)\}?\"?$|\$\((echo|printf)\b.*--[a-z]",
-    re.IGNORECASE,
-)
 # What starts the training in both projects.
 PROGRAM = re.compile(r"(^|/)train(_async)?\.py$")
 
@@ -39,13 +34,15 @@ class Word:
         text: As the program would get it; as the script spells it where that is not known.
         place: Where it stands: file and line.
         why: Why it is not known; "" where it is.
-        is_list: It stands for any number of words, so it is not the value of the flag before it.
+        is_list: It stands for any number of words, some of which may be flags.
+        is_split: It stands for any number of words, unless the flag before it has no value yet.
     """
 
     text: str
     place: str
     why: str = ""
     is_list: bool = False
+    is_split: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,32 +106,27 @@ def flags_of(words: Iterable[Word], has_lists: bool = False) -> Script:
         has_lists: A list that is not known may hold any flag, those that stand before it, too.
     """
     found: list[Given] = []
+    # Why a flag itself need not be there.
+    reasons: list[str] = []
     unread: list[Given] = []
     for word in words:
         name, equals, value = word.text.partition("=")
         if FLAG.fullmatch(name):
             found.append(Given(name, (value,) if equals else (), word.place, word.why))
-        elif word.is_list and (not has_lists or _is_several(word.text) or not _is_value(found)):
+            reasons.append(word.why)
+        elif word.is_list or (word.is_split and found and found[-1].values) or (word.why and not found):
             unread.append(Given(word.text, (), word.place, word.why))
             if has_lists and UNSET not in word.why:
                 why = f"{word.text} in {word.place} may give it again: {word.why}"
                 found = [replace(given, why=given.why or why) for given in found]
-        elif word.why and not found:
-            unread.append(Given(word.text, (), word.place, word.why))
         elif found:
-            last = found[-1]
-            found[-1] = replace(last, values=(*last.values, word.text), why=last.why or word.why)
+            found[-1] = replace(found[-1], values=(*found[-1].values, word.text), why=found[-1].why or word.why)
+            # Where its flag is missing, a value belongs to the flag before that one.
+            at = len(found) - 1
+            while at and reasons[at] and not word.why:
+                at -= 1
+                found[at] = replace(found[at], why=found[at].why or reasons[at + 1])
     return Script({given.name: given for given in found}, tuple(unread))
-
-
-def _is_several(text: str) -> bool:
-    """Tell whether what stands behind a flag is spelled as a list of flags, and so is no value of it."""
-    return bool(_LISTS.search(text) or FLAG.search(text))
-
-
-def _is_value(found: Sequence[Given]) -> bool:
-    """Tell whether the next word is the value of the flag before it, and so no flag."""
-    return bool(found) and not found[-1].values
 
 
 def merged(calls: Sequence[Sequence[Word]]) -> Script:

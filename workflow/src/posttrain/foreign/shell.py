@@ -1,44 +1,73 @@
-"""Launch scripts in bash: an abstract interpreter over the syntax tree, which runs no command.
+"""Launch scripts in bash: a small interpreter over the syntax tree, which runs no command.
 
-Every statement takes what is known before it to what is known after it. What depends on something that only a run would
-tell (a command's output, a file, the environment) is unknown with the reason, and so is all that it could touch. Where
-a condition is not known, both branches are followed and only what they agree on is kept.
+It follows assignments, arrays, `if`, `case`, functions and `source` over what is known. What a loop or anything else
+may set is unknown from there on, with the line; so is everything where a construct could set any variable.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from posttrain.foreign.script import Budget, Given, Script, Word, merged, read_text, too_much
-from posttrain.foreign.shell_assignments import assignments, declaration, unset
-from posttrain.foreign.shell_calls import Calls
-from posttrain.foreign.shell_commands import command, define, write
-from posttrain.foreign.shell_conditions import condition
-from posttrain.foreign.shell_state import State, join
-from posttrain.foreign.shell_tree import Code, Ends, Misread, Unclear, check, document, parse, statements
-from posttrain.foreign.shell_words import Words
+from posttrain.foreign.script import UNSET, Budget, Given, Script, Word, merged, read_text, too_much
+from posttrain.foreign.shell_calls import KNOWN, SHELLS, STARTERS, found_call, unclear_call
+from posttrain.foreign.shell_conditions import condition, fits
+from posttrain.foreign.shell_state import State, Variable
+from posttrain.foreign.shell_tree import Code, Misread, Unclear, check, parse, statements, words_of
+from posttrain.foreign.shell_words import SETS, Words, changed_names
 
+# What is followed: it gets a state to change, and tells whether it succeeds, None where that is not known.
+Run = Callable[[State], bool | None]
+
+MOST_SOURCES = 20
 _DEEPEST = 40
-# Rounds of a loop over known words; one with more is taken as one whose words are not known.
-_MOST_ROUNDS = 200
-# Rounds after which what a loop changes does not change any more.
-_SETTLES = 8
-_REDIRECTS = ("file_redirect", "heredoc_redirect", "herestring_redirect")
-# Names that the head of `for ((i = 0; i < N; i++))` sets.
-_SET_IN_HEAD = re.compile(
-    r"([A-Za-z_]\w*)(?:\[[^\]]*\])?\s*(?:(?:[-+*/%&|^]|<<|>>)?=(?!=)|\+\+|--)|(?:\+\+|--)\s*([A-Za-z_]\w*)"
+_STATUSES: dict[str, bool | None] = {
+    **dict.fromkeys((":", "true", "echo"), True),
+    "false": False,
+    **dict.fromkeys(("wait", "umask", "ulimit", "hash", "type", "jobs", "disown", "kill", "times", "pwd", "alias")),
+    **dict.fromkeys(("cd", "pushd", "popd", "test", "sleep", "printf")),
+}
+# Builtins that set the variables that their words name; builtins that may set any.
+_SETTERS = {"read", "mapfile", "readarray", "getopts", "let", "printf", "shift"}
+_SET_ANY = {
+    "eval",
+    "source",
+    ".",
+    "enable",
+    "unalias",
+    "fc",
+    "coproc",
+    "select",
+    "declare",
+    "local",
+    "typeset",
+    "export",
+}
+_SET_ANY |= {"readonly", "unset"}
+_LATE = re.compile(r"(SIG)?(EXIT|INT|TERM|HUP|QUIT|USR[12]|0|1|2|15)")
+_HARMLESS = re.compile(
+    r"set( [-+][euxva]+| [-+][euxva]*o (pipefail|xtrace|errexit|nounset|verbose|monitor))*( -- .*)?"
+    r"|shopt( -[suq])*( (nullglob|globstar|dotglob|nocaseglob|extglob|checkwinsize|inherit_errexit))*",
+    re.DOTALL,
 )
-# Files that can be written in any case.
-_WRITABLE = re.compile(r"/dev/(null|stdout|stderr|tty)|[012-]|[\w.-]+")
-
-_SIMPLE = {
-    "command": command, "variable_assignment": assignments, "variable_assignments": assignments,
-    "declaration_command": declaration, "unset_command": unset, "function_definition": define,
-}  # fmt: skip
+_NAME = re.compile(r"[A-Za-z_]\w*")
+# Names of variables behind a dollar, which are only read; what names the variable that it sets by an expansion.
+_READ = re.compile(r"\$\w+|\$\{\w+(?=[}\[:%#/-])")
+_INDIRECT = re.compile(
+    r"((read|mapfile|readarray|getopts|let|unset|export|declare|local|typeset|readonly)\b[^=<]*)\$"
+    r"|(declare|local|typeset)\s+-\w*n|\(\([^)]*\$\w+\}?\s*(\+\+|--|[-+*/%]?=[^=])"
+)
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[.*?\])?(\+?=)(.*)", re.DOTALL)
+# Files that can be opened in any case.
+_OPENS = re.compile(
+    r"\d*([&>|]+|<&)\s*(/dev/(null|stdout|stderr|tty)|-|[\w.-]+|>\(.*)|<\s*(/dev/null|<\(.*)", re.DOTALL
+)
+# What ends the shell by failing under `set -e`.
+_LEAVES = {"command", "test_command", "compound_statement", "subshell", "variable_assignment", "pipeline"}
 
 
 def read_shell(path: Path) -> Script:
@@ -47,348 +76,539 @@ def read_shell(path: Path) -> Script:
     Raises:
         ConfigError: It is no script, or more work than one.
     """
-    shell = Shell(path.parent)
-    text = read_text(path)
+    shell, state, text = Shell(path.parent), State(), read_text(path)
     # Bash takes a byte order mark for the beginning of a command's name.
-    code = parse(re.sub("^\ufeff", "bom ", text), path.name)
-    state = shell.program(code, State())
-    calls = shell.calls.found
-    if not calls and state and "train" not in text:
-        arrays = [variable for name, variable in state.variables.items() if "ARGS" in name]
-        calls = [[word for variable in arrays for word in variable.words]]
+    shell.program(parse(re.sub("^\ufeff", "bom ", text), path.name), state)
+    calls = shell.calls
+    if not calls and "train" not in text:
+        calls = [[word for name, found in state.variables.items() if "ARGS" in name for word in found.words]]
     script = merged(calls)
-    return replace(script, unread=(*script.unread, *shell.unread))
+    return replace(script, unread=tuple(dict.fromkeys((*script.unread, *shell.unread))))
 
 
 class Shell:
-    """What is found on the way: calls of the training, and what could not be read."""
+    """Follows scripts, and keeps what they give to the training.
+
+    Args:
+        folder: Where those lie that may be sourced.
+    """
 
     def __init__(self, folder: Path):
-        self.folder, self.budget, self.calls = folder, Budget(), Calls(self)
-        self.unread: list[Given] = []
-        # The states in which the shell, the function or a loop's body was left early.
-        self.exits: list[State] = []
-        self.returns: list[State] = []
-        self.loops: list[list[State]] = []
-        # Names of files that the script may have written.
-        self.written: set[str] = set()
-        self.depth_of_calls = self.bodies = self.sources = self._depth = 0
-        # Conditions in which a command may fail under `set -e`.
-        self._guards = 0
+        self.budget, self.calls, self.unread = Budget(), list[list[Word]](), list[Given]()
+        self._folder, self._sources, self._depth, self._guards = folder, 0, 0, 0
+        # Bodies of the functions that are followed; states in which functions, and loops, are left early.
+        self._active: list[Code] = []
+        # Of each the variables at its beginning, and what its local ones hide.
+        self._locals: list[tuple[dict[str, Variable], dict[str, Variable | None]]] = []
+        self._forks = 0
+        self._returns: list[list[State]] = []
+        self._breaks: list[list[State]] = []
 
-    def words(self, state: State, place: str) -> Words:
-        """Return what expands words in a state."""
-        return Words(self, state, place)
-
-    # ---- programs ----
-
-    def program(self, code: Code, state: State | None) -> State | None:
+    def program(self, code: Code, state: State) -> bool | None:
         """Follow a script; what comes after a part that is misread is not followed."""
+        status: bool | None = True
         for part, is_background in statements(code.parts):
-            if state is None:
-                return None
+            if state.is_over:
+                break
             try:
                 check(part)
-                state = self.statement(part, state, is_background)
+                status = self._statement(part, state, is_background)
             except Misread as error:
                 why = f"line {part.line} is not understood: {error}"
-                rest = part.between(part.node.start_byte, len(part.source))
-                self.calls.unclear(rest, part.file, part.line, why)
+                self._add(unclear_call(part.between(part.node.start_byte, len(part.source)), part.place, why))
                 self.unread.append(Given(f"line {part.line}", (), part.place, why))
-                lost = State() if state is None else state
-                lost.lose(why)
-                return lost
-        return state
+                state.lose(why)
+                if self._depth:
+                    raise
+                break
+        return status
 
-    def evaluate(self, text: str, place: str, state: State) -> State | None:
-        """Follow a text as a script of its own in the same shell."""
+    def _script(self, text: str, place: str, state: State) -> bool | None:
+        """Follow a text as a script of its own."""
         file, _, line = place.rpartition(":")
-        self.deeper(1)
-        try:
-            return self.program(parse(text, file, int(line)), state)
-        finally:
-            self.deeper(-1)
+        self.budget.spend(len(text))
+        return self._deeper(partial(self.program, parse(text, file, int(line))), state)
 
-    def apart(self, text: str, place: str, state: State) -> int | None:
-        """Follow a text in a shell of its own, and return its status."""
-        return self._inside(lambda start: self.evaluate(text, place, start), state.copy())
+    def _add(self, call: list[Word] | None) -> None:
+        if call is not None and call not in self.calls:
+            self.budget.spend(5 * len(call))
+            self.calls.append(call)
 
-    def _inside(self, run: Callable[[State], State | None], state: State) -> int | None:
-        """Run something in a shell of its own, of which only the status is kept."""
-        saved = self.exits, self.returns, self.loops
-        self.exits, self.returns, self.loops = [], [], []
-        after = run(state)
-        ends = {end.status for end in (after, *self.exits, *self.returns) if end}
-        self.exits, self.returns, self.loops = saved
-        return ends.pop() if len(ends) == 1 else None
+    def _words(self, state: State, code: Code) -> Words:
+        return Words(state, code.place, self.budget)
 
-    def deeper(self, steps: int) -> None:
-        """Count how deep the interpreter is."""
-        self._depth += steps
+    # ---- ways to follow ----
+
+    def _deeper(self, run: Run, state: State) -> bool | None:
+        self._depth += 1
         if self._depth > _DEEPEST:
             raise too_much(f"it nests more than {_DEEPEST} deep")
-
-    # ---- statements ----
-
-    def statement(self, code: Code, state: State, is_background: bool = False) -> State | None:
-        """Follow one statement."""
-        if is_background:
-            self._inside(lambda start: self.statement(code, start), state.copy())
-            state.status = 0
-            return state
-        self.budget.spend(20 + len(state.variables) // 4)
-        self.deeper(1)
         try:
-            if code.type in _SIMPLE:
-                return _SIMPLE[code.type](self, code, state)
-            follow = getattr(self, f"_{code.type}", None)
-            if follow is None:
-                raise Unclear(f"{code.type} is not followed")
-            return follow(code, state)
-        except Ends:
-            self.exits.append(state)
-            return None
-        except Unclear as error:
-            why = f"line {code.line}: {error}"
-            self.calls.unclear(code.text, code.file, code.line, why)
-            state.lose(why)
-            return state
+            return run(state)
         finally:
-            self.deeper(-1)
+            self._depth -= 1
 
-    def run(self, parts: Sequence[Code], state: State | None) -> State | None:
+    def _run(self, parts: Sequence[Code], state: State) -> bool | None:
         """Follow statements one after the other."""
+        status: bool | None = True
         for part, is_background in statements(parts):
-            if state is None:
-                return None
-            state = self.statement(part, state, is_background)
-        return state
+            if state.is_over:
+                return state.status
+            status = self._statement(part, state, is_background)
+        return status
 
-    def checked(self, state: State) -> State | None:
-        """End the shell where a command has failed under `set -e`."""
-        if "errexit" in state.options and "unclear" not in state.options and not self._guards:
-            if state.status:
-                self.exits.append(state)
-                return None
-            state.status = 0
-        return state
+    def _apart(self, parts: Sequence[Code], state: State) -> bool | None:
+        """Follow statements in a shell of their own."""
+        inner = state.copy()
+        try:
+            status = self._run(parts, inner)
+        except Misread:
+            if any("train" in part.text for part in parts):
+                raise
+            return None
+        return inner.status if inner.is_over else status
 
-    def _guarded(self, parts: Sequence[Code], state: State) -> State | None:
+    def _guarded(self, parts: Sequence[Code], state: State) -> bool | None:
         """Follow a condition, in which nothing ends the shell by failing."""
         self._guards += 1
         try:
-            return self.run(parts, state)
+            return self._run(parts, state)
         finally:
             self._guards -= 1
 
-    def _list(self, code: Code, state: State) -> State | None:
-        left, operator, right = code.parts
-        before = self._guarded([left], state)
-        if before is None or (before.status is not None and bool(before.status) is (operator.type == "&&")):
-            return before
-        if before.status is not None:
-            return self.statement(right, before)
-        after = self.statement(right, before.copy())
-        if operator.type == "||" and after is None:
-            before.status = 0
-        return join(after, before, f"it depends on the command before {operator.type} in line {operator.line}")
+    def _either(self, runs: Sequence[Run], state: State, why: str) -> bool | None:
+        """Follow what may be done, and keep what all of it agrees on."""
+        ends = [state.copy() for _ in runs]
+        self._forks += 1
+        try:
+            found = {run(end) for run, end in zip(runs, ends, strict=True)}
+        finally:
+            self._forks -= 1
+        state.become(ends, why)
+        return found.pop() if len(found) == 1 else None
 
-    def _negated_command(self, code: Code, state: State) -> State | None:
-        after = self._guarded(code.parts[1:], state)
-        if after and after.status is not None:
-            after.status = int(not after.status)
-        return after
+    def _repeat(self, run: Run, state: State, why: str) -> None:
+        """Follow what is done any number of times, until nothing more is found that it sets.
 
-    def _compound_statement(self, code: Code, state: State) -> State | None:
-        if code.text.startswith("(("):
-            return self._test_command(code, state)
-        return self.run(code.parts[1:-1], state)
+        All of that is unknown where it begins.
+        """
+        calls, written, before, trial = list(self.calls), set[str](), state.copy(), state
+        while True:
+            self.calls, trial = list(calls), replace(state.copy(), written=set())
+            self._left_early(self._breaks, run, trial, why)
+            if trial.written <= written:
+                break
+            written |= trial.written
+            if "" in written:
+                state.lose(why)
+            for name in written - {""}:
+                state.forget([name], why, trial.get(name).has_flags())
+        state.become([before, trial], why)
 
-    def _test_command(self, code: Code, state: State) -> State | None:
-        words = self.words(state, code.place)
-        if code.text.startswith("(("):
-            found = words.arithmetic(code.text[2:-2])
-            state.status = None if found is None else int(not found)
-        else:
-            state.status = condition(words, code)
-        return self.checked(state)
+    def _left_early(self, frames: list[list[State]], run: Run, state: State, why: str) -> bool | None:
+        """Follow what may be left before its end."""
+        frames.append([])
+        try:
+            status = self._deeper(run, state)
+        finally:
+            left = frames.pop()
+        ends = [state.copy(), *(replace(end, is_over=False) for end in left)]
+        state.become(ends, why)
+        return None if len(ends) > 1 else status
 
-    def _do_group(self, code: Code, state: State) -> State | None:
-        return self.run(code.parts[1:-1], state)
+    def _poison(self, code: Code, state: State, why: str, text: str) -> None:
+        """Know nothing more of what is named in a text, and look for calls in a construct that is not followed."""
+        if _INDIRECT.search(text) or code.type == "command":
+            state.lose(why)
+        if code.type == "command":
+            self._add(unclear_call(code.text, code.place, why))
+        state.forget(_NAME.findall(_READ.sub(" ", text)), why, bool(re.search(r"--[a-z]|\[[@*]\]|\$[@*]", text)))
+        self._repeat(partial(self._inside, code), state, why)
 
-    def _subshell(self, code: Code, state: State) -> State | None:
-        state.status = self._inside(lambda start: self.run(code.parts[1:-1], start), state.copy())
-        return self.checked(state)
+    def _inside(self, code: Code, state: State) -> None:
+        """Follow the statements in a construct one after the other."""
+        run = self._guarded if code.type == "while_statement" else self._run
+        run([part for part in code.parts if part.type in _STATEMENTS or part.type == "&"], state)
+        for part in code.parts:
+            if part.type not in _STATEMENTS and part.node.child_count:
+                self._inside(part, state)
 
-    def _pipeline(self, code: Code, state: State) -> State | None:
-        parts = [part for part in code.parts if part.node.is_named]
-        statuses = [self._inside(partial(self._guarded, [part]), state.copy()) for part in parts]
-        state.status = statuses[-1]
-        if state.options & {"pipefail", "unclear"}:
-            failed = [status for status in statuses if status != 0]
-            state.status = failed[-1] if failed and None not in failed else (None if failed else 0)
-        return self.checked(state)
+    # ---- statements ----
 
-    # ---- branches ----
-
-    def _if_statement(self, code: Code, state: State) -> State | None:
-        return self._branches(code, code.parts, state)
-
-    def _branches(self, code: Code, parts: Sequence[Code], state: State) -> State | None:
-        kinds = [part.type for part in parts]
-        then = kinds.index("then")
-        end = next((at for at, kind in enumerate(kinds) if kind in ("elif_clause", "else_clause", "fi")), len(parts))
-        tested = self._guarded(parts[1:then], state)
-        if tested is None:
+    def _statement(self, code: Code, state: State, is_background: bool = False) -> bool | None:
+        self.budget.spend(20 + len(state.variables) // 4)
+        if is_background:
+            self._apart([code], state)
+            return True
+        follow = getattr(self, f"_{code.type}", None)
+        try:
+            if follow is None:
+                is_loop = code.type in _LOOPS
+                end = code.parts[-1].node.start_byte if is_loop else code.node.end_byte
+                text = "" if code.type == "while_statement" else code.between(code.node.start_byte, end)
+                text = " ".join(changed_names(text)) if code.type == "c_style_for_statement" else text
+                why = f"it depends on the {'loop' if is_loop else code.type} in line {code.line}"
+                self._poison(code, state, why, text)
+                return None
+            status = self._deeper(partial(follow, code), state)
+        except Unclear as error:
+            self._poison(code, state, f"line {code.line}: {error}", code.text)
             return None
-        if tested.status == 0:
-            return self.run(parts[then + 1 : end], tested)
-        rest: State | None = tested.copy() if tested.status is None else tested
-        after = self.run(parts[then + 1 : end], tested) if tested.status is None else None
-        clause = parts[end] if end < len(parts) and kinds[end] != "fi" else None
-        if clause is None:
-            assert rest
-            rest.status = 0
-        elif clause.type == "elif_clause":
-            self.deeper(1)
-            rest = self._branches(code, [*clause.parts, *parts[end + 1 :]], rest or tested)
-            self.deeper(-1)
-        else:
-            rest = self.run(clause.parts[1:], rest)
-        return join(after, rest, f"it depends on the branch in line {code.line}")
+        if status is False and "e" in state.options and not self._guards:
+            is_group = code.type == "compound_statement" and not code.text.startswith("((")
+            if code.type in _LEAVES and not is_group:
+                state.is_over, state.status = True, False
+        return status
 
-    def _case_statement(self, code: Code, state: State) -> State | None:
-        words, why = self.words(state, code.place), f"it depends on the case in line {code.line}"
-        value = words.joined(code.parts[1].text)
-        result, rest = None, state
-        for item in (part for part in code.parts if part.type == "case_item"):
+    def _if_statement(self, code: Code, state: State) -> bool | None:
+        clauses = [[part for part in code.parts if part.type not in ("elif_clause", "else_clause", "fi")]]
+        clauses += [part.parts for part in code.parts if part.type in ("elif_clause", "else_clause")]
+        return self._clauses(clauses, f"it depends on the branch in line {code.line}", state)
+
+    def _clauses(self, clauses: Sequence[Sequence[Code]], why: str, state: State) -> bool | None:
+        """Follow the first clause whose condition holds."""
+        if not clauses:
+            return True
+        first, *rest = clauses
+        then = next((at for at, part in enumerate(first) if part.type == "then"), 0)
+        status = self._guarded(first[1:then], state)
+        if state.is_over:
+            return state.status
+        if any(part.text.startswith("exit") for part in first[then:]) and any(
+            "-z" in part.text for part in first[:then]
+        ):
+            # The environment of whoever starts the script has what it asks for.
+            status = None
+        body, otherwise = partial(self._run, first[then + 1 :]), partial(self._clauses, rest, why)
+        follow = body if status else partial(self._deeper, otherwise)
+        return self._either([body, partial(self._deeper, otherwise)], state, why) if status is None else follow(state)
+
+    def _case_statement(self, code: Code, state: State) -> bool | None:
+        if re.search(r";;?&", code.text) or SETS.search(code.parts[1].text):
+            raise Misread("the case is not followed")
+        subject = self._words(state, code).joined(code.parts[1].text)
+        runs: list[Run] = []
+        for item in [part for part in code.parts if part.type == "case_item"]:
             end = next(at for at, part in enumerate(item.parts) if part.type == ")")
-            if any(part.type in (";&", ";;&") for part in item.parts):
-                raise Unclear("cases that go on with the next are not followed")
-            first = 1 if item.parts[0].type == "(" else 0
-            patterns = [part.text for part in item.parts[first:end] if part.type != "|"]
-            fits = {True if text == "*" else words.fits(value, text) for text in patterns}
-            if fits == {False}:
-                continue
-            taken = rest.copy()
-            taken.status = 0
-            branch = self.run([part for part in item.parts[end + 1 :] if part.type != ";;"], taken)
-            result = join(result, branch, why)
-            if True in fits:
-                return result
-        rest.status = 0
-        return join(result, rest, why)
+            found = {fits(subject, part.text) for part in item.parts[:end] if part.node.is_named}
+            if found != {False}:
+                runs.append(partial(self._run, item.parts[end + 1 :]))
+            if True in found:
+                break
+        else:
+            runs.append(lambda end: True)
+        return self._either(runs, state, f"it depends on the case in line {code.line}")
 
-    # ---- loops ----
+    def _for_statement(self, code: Code, state: State) -> bool | None:
+        """Follow a loop over known words that nothing leaves early."""
+        name, head = code.parts[1].text, [part for part in code.parts[3:-1] if part.type != ";"]
+        words = [word for part, item in words_of(head) for word in self._words(state, part).fields(item)]
+        body = partial(self._run, code.parts[-1].parts[1:-1])
+        if re.search(r"\b(break|continue)\b", code.text) or any(word.why for word in words) or not head:
+            why = f"it depends on the loop in line {code.line}"
+            is_list = any(word.is_list or word.text.startswith("-") for word in words)
+            state.forget([name], why, is_list)
+            self._repeat(body, state, why)
+            return None
+        for word in words:
+            if not state.is_over:
+                state.assign(name, [word])
+                body(state)
+        return None
 
-    def _for_statement(self, code: Code, state: State) -> State | None:
-        if code.parts[0].type != "for":
-            raise Unclear("select asks")
-        name, body = code.parts[1].text, code.parts[-1]
-        texts = [part.text for part in code.parts[3:-1] if part.node.is_named]
-        expand = self.words(state, code.place)
-        words = [word for text in (texts if code.parts[2].type == "in" else ['"$@"']) for word in expand.fields(text)]
-        state.status = 0
-        if len(words) <= _MOST_ROUNDS and not any(word.why for word in words):
-            start, left = state.copy(), False
-            current: State | None = state
-            for word in words:
-                if current is None or left:
-                    break
-                current.assign(name, word)
-                self.loops.append([])
-                current = self.statement(body, current)
-                left = bool(self.loops.pop())
-            if not left:
-                return current
-            state = start
-        why = f"it depends on the loop in line {code.line}"
+    def _list(self, code: Code, state: State) -> bool | None:
+        left, operator, right = code.parts
+        status = self._guarded([left], state)
+        if state.is_over or status is (operator.text == "||"):
+            return status
+        why = f"it depends on the command before {operator.text} in line {code.line}"
+        follow = partial(self._run, [right])
+        return follow(state) if status is not None else self._either([lambda end: None, follow], state, why)
 
-        def next_word(before: State) -> State:
-            before.assign(name, Word(f"${name}", code.place, why))
-            return before
+    def _negated_command(self, code: Code, state: State) -> bool | None:
+        status = self._guarded(code.parts[1:], state)
+        return None if status is None else not status
 
-        return self._settled(next_word, body, state, why)
+    def _compound_statement(self, code: Code, state: State) -> bool | None:
+        return self._test_command(code, state) if code.text.startswith("((") else self._run(code.parts[1:-1], state)
 
-    def _while_statement(self, code: Code, state: State) -> State | None:
-        why = f"it depends on the loop in line {code.line}"
-        return self._settled(lambda start: self._guarded(code.parts[1:-1], start), code.parts[-1], state, why)
+    def _test_command(self, code: Code, state: State) -> bool | None:
+        if SETS.search(code.text):
+            raise Unclear("what the condition sets is not followed")
+        if len(re.findall(r"&&|\|\||!", code.text)) > _DEEPEST:
+            return None
+        if code.text.startswith("(("):
+            number = self._words(state, code).arithmetic(code.text[2:-2])
+            return None if number is None else bool(number)
+        return condition(code.parts[1:-1], self._words(state, code), code.text.startswith("[["))
 
-    def _c_style_for_statement(self, code: Code, state: State) -> State | None:
-        head = code.between(code.node.start_byte, code.parts[-1].node.start_byte)
-        why = f"it depends on the loop in line {code.line}"
+    def _subshell(self, code: Code, state: State) -> bool | None:
+        return self._apart(code.parts[1:-1], state)
 
-        def count(before: State) -> State:
-            for name, stepped in _SET_IN_HEAD.findall(head):
-                before.forget(name or stepped, why)
-            return before
+    def _pipeline(self, code: Code, state: State) -> bool | None:
+        found = [self._apart([part], state) for part in code.parts if part.node.is_named]
+        return False if False in found and "pipefail" in state.options else None
 
-        return self._settled(count, code.parts[-1], state, why)
-
-    def _settled(self, test: Callable[[State], State | None], body: Code, state: State, why: str) -> State | None:
-        """Follow a loop of an unknown number of rounds, until no round changes what is known before it."""
-        for _ in range(_SETTLES):
-            tested = test(state.copy())
-            self.loops.append([])
-            after = self.statement(body, tested.copy()) if tested else None
-            merged = state.copy()
-            for end in (tested, after, *self.loops.pop()):
-                merged = join(merged, end, why, True) or merged
-            merged.status = None
-            if merged == state:
-                return state
-            state = merged
-        state.lose(why)
-        return state
-
-    # ---- redirections ----
-
-    def _redirected_statement(self, code: Code, state: State) -> State | None:
-        redirects = [part for part in code.parts if part.type in _REDIRECTS]
-        # What stands behind the beginning of a here-document is a part of it in the tree.
-        redirects += [inner for part in redirects for inner in part.parts if inner.type in _REDIRECTS]
-        body = [part for part in code.parts if part.type not in _REDIRECTS]
-        before = state.copy()
-        is_sure = [self._redirect(part, state) for part in redirects]
+    def _redirected_statement(self, code: Code, state: State) -> bool | None:
+        redirects = [part for part in code.parts if part.type.endswith("_redirect")]
+        body = [part for part in code.parts if not part.type.endswith("_redirect")]
+        name = body[0].text.split()[0].rpartition("/")[2] if body else ""
         for part in redirects:
-            if part.type != "file_redirect" and body and body[0].type == "command":
-                self.calls.fed(body[0], part)
-        behind = [child for part in redirects for child in _behind(part)]
-        if behind:
-            for part in (*body, *behind):
-                self._inside(partial(self.run, [part]), state.copy())
-            state.status = None
-            return state
-        after = self.statement(body[0], state) if body else state
-        if after is None or all(is_sure):
-            return after
-        return join(after, before, f"it depends on the file that line {code.line} opens")
+            is_file = part.type == "file_redirect"
+            ends = [child for child in part.parts if child.node.is_named and child.type != "file_descriptor"]
+            inner = [end for end in ends if not end.type.startswith("heredoc_") and end.type != "file_redirect"]
+            if SETS.search(part.text) or len(inner) > is_file + (part.type == "herestring_redirect"):
+                if "train" in part.text:
+                    self._add(unclear_call(code.text, code.place, "the redirection is not followed"))
+                raise Unclear("what the redirection does is not followed")
+            if not is_file and name in SHELLS | STARTERS:
+                self._add(unclear_call(part.text, part.place, f"what {name} reads is not followed"))
+        if all(part.type != "file_redirect" or _OPENS.fullmatch(part.text) for part in redirects):
+            return self._run(body, state)
+        why = f"it depends on the file that line {code.line} opens"
+        return self._either([partial(self._run, body), lambda end: None], state, why)
 
-    def _redirect(self, part: Code, state: State) -> bool:
-        """Note what a redirection writes, and tell whether it can be done in any case."""
-        words = self.words(state, part.place)
-        if part.type == "heredoc_redirect":
-            kinds = {child.type: child for child in part.parts}
-            if not re.search(r"""["'\\]""", kinds["heredoc_start"].text):
-                words.joined(part.between(*document(kinds["heredoc_start"])), True)
+    # ---- assignments ----
+
+    def _variable_assignments(self, code: Code, state: State) -> bool | None:
+        return [self._variable_assignment(part, state) for part in code.parts][-1]
+
+    def _variable_assignment(self, code: Code, state: State) -> bool | None:
+        match = _ASSIGNMENT.fullmatch(code.text)
+        if match is None:
+            raise Unclear("the assignment is not followed")
+        name, index, sign, text = match.groups()
+        last = code.parts[-1]
+        if last.type == "array":
+            items = list(words_of(last.parts[1:-1]))
+            if any(re.match(r"\[.*?\]\+?=", item) for _, item in items):
+                raise Unclear("an array with indices is not followed")
+            words = [word for part, item in items for word in self._words(state, part).fields(item)]
+            self.budget.spend(5 * len(words))
+        else:
+            words = [self._words(state, code).joined(text)]
+        if index:
+            place, old = index[1:-1], state.get(name).words
+            is_known = place.isdigit() and int(place) < len(old)
+            if not is_known or any(word.why for word in old[: int(place) + 1]) or sign == "+=":
+                raise Unclear("one item of an array is set")
+            words = [*old[: int(place)], *words, *old[int(place) + 1 :]]
+        state.assign(name, words, bool(index) or last.type == "array", sign == "+=")
+        return self._substitutions(code, state)
+
+    def _declaration_command(self, code: Code, state: State) -> bool | None:
+        kind, parts = code.parts[0].text, [part for part in code.parts[1:] if part.text[:1] != "-"]
+        options = "".join(part.text for part in code.parts[1:] if part.text[:1] == "-")
+        names = [_NAME.match(part.text) for part in parts]
+        if set(options) & set("pfF"):
             return True
-        name = re.sub(r"^\d*(<<<|&>>|&>|>>|>\||>&|<&|<>|>|<)\s*", "", part.text)
-        word = words.joined(name) if not name.startswith((">(", "<(")) else Word("-", part.place)
-        if part.type == "herestring_redirect" or word.text == "-":
-            return True
-        is_input = re.match(r"\d*<(?!>)", part.text) and word.text != "/dev/null"
-        if not is_input:
-            write(self, word)
-        return not (is_input or word.why) and bool(_WRITABLE.fullmatch(word.text))
+        if "n" in options:
+            raise Misread("references are not followed")
+        if set(options) - set("-xgar"):
+            state.fixed |= {name[0] for name in names if name}
+            raise Unclear("the attributes are not followed")
+        for part, name in zip(parts, names, strict=True):
+            is_value = part.type == "variable_assignment"
+            if name is None or not (is_value or part.type == "variable_name"):
+                raise Unclear("what it declares is not known")
+            if re.search(r"\{.*(,|\.\.)", re.sub(r"\"[^\"]*\"|'[^']*'|\$\{", "", part.text), re.DOTALL):
+                raise Misread("what it declares is not followed")
+            hidden = state.variables.get(name[0])
+            if is_value:
+                self._variable_assignment(part, state)
+            if self._active and kind in ("local", "declare", "typeset") and "g" not in options:
+                self._hide(name[0], hidden)
+                if not is_value:
+                    state.forget([name[0]], f"line {code.line} declares it")
+            if kind == "readonly" or "r" in options:
+                state.fixed |= {name[0]}
+        return True
+
+    def _unset_command(self, code: Code, state: State) -> bool | None:
+        names = [part.text for part in code.parts[1:] if part.text not in ("-v", "-f")]
+        if not all(_NAME.fullmatch(name) for name in names):
+            raise Unclear("what it unsets is not known")
+        is_function = any(part.text == "-f" for part in code.parts)
+        for name in names:
+            if is_function or name in state.functions:
+                state.functions.pop(name, None)
+            if not is_function:
+                # What is local to a caller hides something that is there again.
+                hiding = [found for _, found in self._locals if name in found]
+                for found in hiding:
+                    found[name] = None
+                state.forget([name], f"line {code.line} unsets it" if hiding else f"{UNSET} {name}")
+        return True
+
+    # ---- commands ----
+
+    def _function_definition(self, code: Code, state: State) -> bool | None:
+        name = next(part.text for part in code.parts if part.type == "word")
+        state.functions[name] = code.parts[-1] if code.parts[-1].type == "compound_statement" else None
+        return True
+
+    def _substitutions(self, code: Code, state: State) -> bool | None:
+        """Look for calls in what a command is given; return whether the last substitution succeeds."""
+        status: bool | None = True
+        for part in code.walk():
+            if part.type in ("command_substitution", "process_substitution"):
+                status = self._apart(part.parts[1:-1], state)
+        return status
+
+    def _command(self, code: Code, state: State) -> bool | None:
+        every = code.parts
+        parts = [part for part in every if not part.type.endswith("_redirect")]
+        if parts[:1] != every[:1] or any(SETS.search(part.text) for part in every if part not in parts):
+            raise Unclear("the redirection is not followed")
+        prefix = list(itertools.takewhile(lambda part: part.type == "variable_assignment", parts))
+        given = parts[len(prefix) :]
+        if prefix and given and "\n" in code.between(prefix[-1].node.end_byte, given[0].node.start_byte):
+            self._run(prefix, state)
+            return self._script(code.between(given[0].node.start_byte, code.node.end_byte), given[0].place, state)
+        self._substitutions(code, state)
+        words = [word for part, item in words_of(given) for word in self._words(state, part).fields(item)]
+        if "u" in state.options and any(word.why.removeprefix(f"{UNSET} ") in state.variables for word in words):
+            state.is_over = True
+        if not words or state.is_over:
+            return self._run(prefix, state)
+        if prefix and (words[0].text in {*state.functions, *_SET_ANY} or SETS.search(code.text)):
+            # What a function gets like this, it has no more when it ends.
+            self._run(prefix, state)
+            status = self._call(words, code, state)
+            state.forget([part.parts[0].text for part in prefix], f"line {code.line} sets it for one command")
+            return status
+        return self._call(words, code, state)
+
+    def _call(self, words: list[Word], code: Code, state: State, is_direct: bool = False) -> bool | None:
+        """Follow a command by its words: a function, a builtin, or a program that is not run."""
+        name, given, texts = words[0].text, words[1:], [word.text for word in words[1:]]
+        if words[0].why:
+            before = len(self.calls)
+            self._launch(words)
+            if len(self.calls) > before:
+                state.lose(f"line {code.line}: which command {name} is, is not known")
+            elif "/" not in re.split(r"[})]|\$\w+", name)[-1]:
+                raise Unclear(f"which command {name} is, is not known")
+        elif name in state.functions and not is_direct:
+            return self._function(state.functions[name], given, state)
+        elif name in _SETTERS and (name != "printf" or texts[:1] == ["-v"]):
+            targets = given[:2] if name == "printf" else given
+            if any(word.why for word in targets):
+                raise Unclear(f"what {name} sets is not known")
+            names = [*_NAME.findall(" ".join(word.text for word in targets)), *["@"] * (name == "shift")]
+            is_list = name != "printf" and bool(re.search(r"--[a-z]|\[[@*]", code.text))
+            is_list = is_list or any(state.get(used).has_flags() for used in _NAME.findall(code.text))
+            is_array = name not in ("let", "printf", "getopts")
+            state.forget(names, f"line {code.line}: {name} sets it", is_list, is_array)
+        elif name in _STATUSES:
+            return _STATUSES[name]
+        elif name in ("set", "shopt"):
+            self._set(name, texts, state)
+        elif name == "trap":
+            if len(given) > 1 and texts[0] not in ("", "-"):
+                if any(word.why for word in given) or not all(map(_LATE.fullmatch, texts[1:])):
+                    raise Misread("what it traps may change variables at any time")
+                self._script(texts[0], code.place, state.copy())
+        elif name in ("return", "break", "continue"):
+            if frames := self._returns if name == "return" else self._breaks:
+                frames[-1].append(state.copy())
+                state.is_over = True
+        elif name == "exit":
+            state.is_over, state.status = True, texts == ["0"] if "".join(texts).isdigit() else None
+        elif name in ("command", "builtin", "time") and given and texts[0][:1] != "-":
+            return self._deeper(lambda end: self._call(given, code, end, True), state)
+        elif name == "exec":
+            self._launch(given)
+            state.is_over = bool(given)
+        elif name == "eval" and not any(word.why for word in given):
+            return self._script(" ".join(texts), code.place, state)
+        elif name in ("source", ".") and given:
+            return self._source(given[0], code, state)
+        elif name in _SET_ANY:
+            raise Unclear(f"what {name} sets is not known")
+        else:
+            if state.lost and name.isidentifier() and name not in KNOWN:
+                state.lose(state.lost)
+            self._launch(words, code)
+        return state.status if state.is_over else None
+
+    def _set(self, name: str, texts: Sequence[str], state: State) -> None:
+        spelled = " ".join((name, *texts))
+        if not _HARMLESS.fullmatch(spelled):
+            raise Misread(f"{spelled} changes how all that follows is read")
+        for sign, letters, option in (
+            re.findall(r" ([-+])([euxva]+|(?=o))(?:o (\w+))?", spelled) if name == "set" else ()
+        ):
+            found = {*letters, option.replace("errexit", "e").replace("nounset", "u")}
+            state.options = state.options | found if sign == "-" else state.options - found
+        if " -- " in spelled:
+            state.forget(["@"], "the arguments are not followed")
+
+    def _function(self, body: Code | None, given: Sequence[Word], state: State) -> bool | None:
+        if body is None or body in self._active:
+            raise Unclear("what the function does is not known")
+        arguments, forks, self._forks = state.get("@"), self._forks, 0
+        self._locals.append((dict(state.variables), {}))
+        state.variables["@"] = Variable(tuple(given), True)
+        self._active.append(body)
+        why = f"the function in line {body.line} may return earlier"
+        try:
+            status = self._left_early(self._returns, partial(self._statement, body), state, why)
+        finally:
+            self._active.pop()
+            self._forks, (_, hidden) = forks, self._locals.pop()
+        for name, variable in hidden.items():
+            state.forget([name], f"it is local to the function in line {body.line}")
+            state.variables |= {name: variable} if variable else {}
+        state.variables["@"] = arguments
+        return status
+
+    def _hide(self, name: str, hidden: Variable | None) -> None:
+        """Note what a local variable hides; nothing where it may be another value, or not be hidden."""
+        before, found = self._locals[-1]
+        found.setdefault(name, hidden if not self._forks and hidden is before.get(name) else None)
+
+    def _source(self, word: Word, code: Code, state: State) -> bool | None:
+        """Follow a script that lies beside this one, unless it may be another one when it is run."""
+        # Of a path that is not known, what follows the last expansion is looked for.
+        tail = re.split(r"[)}`\"]|\$\w+", word.text)[-1].lstrip("/") if word.why else word.text
+        folder, path = self._folder.resolve(), (self._folder / tail).resolve()
+        text = code.source.decode("utf-8", "replace")
+        written = rf"^.*(>|\b(tee|cp|mv|ln|sed|curl|wget|rsync|python3?)\b).*{re.escape(path.name)}"
+        is_other = re.search(rf"{written}|(^|[;&]|(?<!\$)\()\s*(cd|pushd|popd)\b", text, re.MULTILINE)
+        is_beside = path.is_relative_to(folder) and not is_other and "<(" not in code.text
+        if is_beside and path.is_file():
+            self._sources += 1
+            if self._sources > MOST_SOURCES:
+                raise too_much(f"it sources more than {MOST_SOURCES} scripts")
+            name = str(path.relative_to(folder))
+            run = partial(self._script, read_text(path), f"{name}:1")
+            return self._left_early(self._returns, run, state, f"{name} may return earlier")
+        why = "it does not lie beside the script, so what it sets is not known"
+        self.unread.append(Given(f"source {word.text}", (), word.place, why))
+        if not is_beside or word.why or path.exists():
+            state.lose(f"{word.place} sources what is not read")
+        return None
+
+    def _launch(self, words: Sequence[Word], code: Code | None = None) -> None:
+        """Look whether a program that is not run here starts the training."""
+        name = next((word.text.rpartition("/")[2] for word in words if word.text.rpartition("/")[2] not in SHELLS), "")
+        if name.endswith(".sh") and code and code.source.count(name.encode()) > 1:
+            self._add(unclear_call("train.py", code.place, f"what {name} starts is not known"))
+        self._add(found_call(words, self._inner_script) if words else None)
+
+    def _inner_script(self, text: Word, given: Sequence[Word]) -> None:
+        """Follow a script that is a word of a command."""
+        if text.why:
+            self._add(unclear_call(f"{text.text} train.py", text.place, text.why))
+            return
+        inner = State({"@": Variable(tuple(given), True)}, lost="a shell of its own has only what is exported")
+        self._script(text.text, text.place, inner)
 
 
-def _behind(redirect: Code) -> list[Code]:
-    """Return the pipeline that a here-document's command is the first part of; the tree has it in the redirection."""
-    named = [part for part in redirect.parts if part.node.is_named and redirect.type == "heredoc_redirect"]
-    parts = {"heredoc_start", "heredoc_body", "heredoc_end", "file_descriptor", *_REDIRECTS}
-    found = [part for part in named if part.type not in parts]
-    pipes = [part for part in found if part.type == "pipeline"]
-    commands = [part for pipe in pipes for part in pipe.parts if part.node.is_named]
-    if found != pipes or any(part.type != "command" for part in commands):
-        raise Unclear("what stands behind the beginning of a here-document is not followed")
-    return commands
+_LOOPS = ("for_statement", "c_style_for_statement", "while_statement")
+_STATEMENTS = {
+    *_LOOPS,
+    *(name[1:] for name in vars(Shell) if re.fullmatch(r"_\w+_(statement|command|assignments?)", name)),
+}
+_STATEMENTS |= {"list", "subshell", "pipeline", "command", "function_definition"}

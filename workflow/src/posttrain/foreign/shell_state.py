@@ -1,26 +1,23 @@
-"""What is known while a bash script is read: variables, functions, options, and the join of two branches.
+"""What is known while a bash script is read: variables, functions, and the join of branches.
 
-A value is a `Word`: its text, or the reason why it is not known. Of two branches of which either may be taken, a
-variable keeps the value that both have and is unknown otherwise.
+Of branches of which any may be taken, a variable keeps the value that all have and is unknown otherwise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from posttrain.foreign.script import FLAG, UNSET, Word
-from posttrain.foreign.shell_tree import Code, Unclear
+from posttrain.foreign.shell_tree import Code, Misread
 
-# Variables that bash or the environment sets: a default says nothing about them.
+# Variables that bash or the environment sets: neither a default nor an assignment says what they hold.
 _AMBIENT = {
     *("HOME", "PATH", "USER", "LOGNAME", "PWD", "OLDPWD", "SHELL", "HOSTNAME", "LANG", "TERM", "TMPDIR", "RANDOM"),
     *("SRANDOM", "SECONDS", "LINENO", "PPID", "UID", "EUID", "GROUPS", "FUNCNAME", "PIPESTATUS", "REPLY", "OPTARG"),
     *("OPTIND", "OSTYPE", "HOSTTYPE", "MACHTYPE", "SHLVL", "SHELLOPTS", "IFS", "DIRSTACK", "MAPFILE", "EPOCHSECONDS"),
-    *("EPOCHREALTIME", "COLUMNS", "LINES", "PS4", "_"),
+    *("EPOCHREALTIME", "COLUMNS", "LINES", "PS4", "_", "#", "?", "$", "!", "0", "-"),
 }
-# Variables whose value bash changes when it is read or set.
-_COMPUTED = {"RANDOM", "SRANDOM", "SECONDS", "LINENO", "UID", "EUID", "GROUPS", "FUNCNAME", "DIRSTACK", "_"}
 
 
 @dataclass(frozen=True)
@@ -28,17 +25,20 @@ class Variable:
     """A variable of bash.
 
     Args:
-        words: Its items; a scalar has one, a variable that is unset has none.
-        is_array: Whether it is an array.
-        marks: "x": exported. "r": read-only. "open": more or fewer items may be there. "special": declared with an
-            attribute that changes its values, so none of them is known.
-        why: Why neither its items nor their number are known.
+        words: Its items; a scalar has one. One without a text stands for any number of items.
+        is_array: Whether it is, or may be, an array.
     """
 
-    words: tuple[Word, ...] = ()
+    words: tuple[Word, ...]
     is_array: bool = False
-    marks: frozenset[str] = frozenset()
-    why: str = ""
+
+    def is_unset(self) -> bool:
+        """Tell whether nothing but the environment could give it a value."""
+        return bool(self.words) and not self.words[0].text and UNSET in self.words[0].why
+
+    def has_flags(self) -> bool:
+        """Tell whether there may be a flag in it."""
+        return any(word.is_list or word.text.startswith("-") for word in self.words)
 
 
 @dataclass
@@ -46,18 +46,23 @@ class State:
     """Everything that a statement may change.
 
     Args:
-        variables: By name. "@" has the arguments; "2 X" is what X of the second function's locals hides.
+        variables: By name; "@" has the arguments.
         functions: Name -> its body; None where it is not known.
-        options: Of `set`; "moved" after `cd`, "unclear" where branches differ.
-        status: Of the last command; None where it is not known.
+        fixed: Names whose assignments are not followed, because they have attributes.
+        options: Of `set`, by their letters, and pipefail.
         lost: Why a variable that has no value here may have any; "" where it is the environment's.
+        is_over: The shell has ended, with `status`: True where that was success, None where it is not known.
+        written: Names that were set; "": any. Copies share it.
     """
 
-    variables: dict[str, Variable] = field(default_factory=lambda: {"@": Variable(is_array=True)})
+    variables: dict[str, Variable] = field(default_factory=dict)
     functions: dict[str, Code | None] = field(default_factory=dict)
+    fixed: frozenset[str] = frozenset()
     options: frozenset[str] = frozenset()
-    status: int | None = 0
     lost: str = ""
+    is_over: bool = False
+    status: bool | None = None
+    written: set[str] = field(default_factory=set)
 
     def copy(self) -> State:
         """Return a state that can be changed by itself."""
@@ -65,111 +70,76 @@ class State:
 
     def get(self, name: str) -> Variable:
         """Return a variable."""
-        if name in self.variables:
-            return self.variables[name]
         if name in _AMBIENT or name.startswith("BASH"):
-            return Variable(why=f"{name} is known only when the script runs")
-        return Variable(why=self.lost or f"{UNSET} {name}")
+            return Variable((Word("", "", f"{name} is known only when the script runs"),), True)
+        return self.variables.get(name) or Variable((Word("", "", self.lost or f"{UNSET} {name}"),), bool(self.lost))
 
-    def is_default(self, name: str) -> bool:
-        """Tell whether nothing but the environment could give a variable a value."""
-        return self.get(name).why == f"{UNSET} {name}"
+    def assign(self, name: str, words: Sequence[Word], is_array: bool = False, is_more: bool = False) -> None:
+        """Set a variable, or add to it.
 
-    def assign(self, name: str, word: Word, is_more: bool = False) -> None:
-        """Set a variable to one word, or add to it."""
-        old = self._writable(name)
-        first = old.words[0] if old.words else Word("", word.place)
-        if name in _COMPUTED or "special" in old.marks or (old.is_array and (old.why or "open" in old.marks)):
-            self.forget(name, f"what {name} holds then is not known")
-            return
-        if is_more:
-            reason = word.why or first.why or ("" if self.is_default(name) else old.why)
-            if reason:
-                self.forget(name, reason)
-                return
-            word = replace(word, text=first.text + word.text)
-        self.variables[name] = Variable((word, *old.words[1:]), old.is_array, old.marks)
-
-    def assign_item(self, name: str, index: int | None, word: Word) -> None:
-        """Set one item of an array."""
-        old = self._writable(name)
-        items = [] if self.is_default(name) else list(old.words)
-        is_unknown = (old.why and not self.is_default(name)) or old.marks & {"open", "special"}
-        if index is None or is_unknown or not 0 <= index <= len(items):
-            self.forget(name, f"{word.place} sets one of its elements")
-        else:
-            items[index : index + 1] = [word]
-            self.variables[name] = replace(old, words=tuple(items), is_array=True, why="")
-
-    def assign_array(self, name: str, words: Sequence[Word], is_more: bool, is_open: bool) -> None:
-        """Set an array, or add to it; it is open where not all words need be there."""
-        old = self._writable(name)
-        if "special" in old.marks or (is_more and old.why and not self.is_default(name)):
-            self.forget(name, old.why or f"what {name} holds then is not known")
-            return
-        kept = old.words if is_more and not old.why else ()
-        marks = old.marks if is_more else old.marks - {"open"}
-        marks |= {"open"} if is_open or any(word.is_list for word in words) else set()
-        self.variables[name] = Variable((*kept, *words), True, marks)
-
-    def _writable(self, name: str) -> Variable:
+        Raises:
+            Misread: It decides how words are read.
+        """
         old = self.get(name)
-        if "r" in old.marks:
-            raise Unclear(f"{name} is read-only")
-        return old
+        if name in ("IFS", "POSIXLY_CORRECT", "GLOBIGNORE"):
+            raise Misread(f"what {name} changes is not followed")
+        if name in self.fixed:
+            self.forget([name], f"what {name} holds then is not known")
+            return
+        if not (is_array and is_more):
+            self.written.add(name)
+        kept = () if old.is_unset() else old.words
+        if is_array:
+            words = [*(kept if is_more else ()), *words]
+        elif kept and is_more:
+            why = kept[0].why or words[0].why
+            may_be_list = bool(why) and (old.has_flags() or Variable(tuple(words)).has_flags())
+            words = [Word(f"${name}" if why else kept[0].text + words[0].text, words[0].place, why, may_be_list)]
+        if kept and old.is_array and not is_array:
+            # The first item of an array is set.
+            words = [*words, *(kept[1:] if kept[0].text else kept)]
+        self.variables[name] = Variable(tuple(words), is_array or (old.is_array and bool(kept)))
 
-    def forget(self, name: str, why: str) -> None:
-        """Know nothing more of a variable."""
-        old = self.get(name)
-        self.variables[name] = Variable((), old.is_array, old.marks, why)
+    def forget(self, names: Iterable[str], why: str, is_list: bool = False, is_array: bool = False) -> None:
+        """Know nothing more of some variables."""
+        for name in names:
+            old = self.get(name)
+            word = Word("", "", why, is_list or old.has_flags())
+            self.variables[name] = Variable((word,), is_array or (old.is_array and not old.is_unset()))
+            self.written.add(name)
 
     def lose(self, why: str) -> None:
         """Know nothing of any variable."""
-        self.variables = {name: Variable(why=why) for name in self.variables if " " in name}
-        self.functions = dict.fromkeys(self.functions)
-        self.lost, self.status = why, None
+        self.written.add("")
+        self.variables, self.functions, self.lost = {}, dict.fromkeys(self.functions), why
+
+    def become(self, others: Sequence[State], why: str) -> None:
+        """Take what holds in all of some states that are not over."""
+        first, *rest = [state for state in others if not state.is_over] or others[:1]
+        for one in rest:
+            names = one.variables.keys() | first.variables.keys()
+            first.variables = {name: _joined(first.get(name), one.get(name), why) for name in names}
+            functions = one.functions | first.functions
+            same = {name for name, body in functions.items() if body is one.functions.get(name)}
+            first.functions = {name: body if name in same else None for name, body in functions.items()}
+            first.fixed, first.options = first.fixed | one.fixed, first.options & one.options
+            first.lost = first.lost or one.lost
+        self.__dict__.update(first.__dict__)
 
 
-def join(one: State | None, other: State | None, why: str, is_loop: bool = False) -> State | None:
-    """Return what holds in both of two states; None is a place that is not reached.
-
-    Args:
-        one: A branch.
-        other: Another one.
-        why: The reason for what differs.
-        is_loop: They are rounds of a loop, in which lists grow.
-    """
-    if one is None or other is None:
-        return one or other
-    names = one.variables.keys() | other.variables.keys()
-    functions = one.functions.keys() | other.functions.keys()
-    return State(
-        {name: _join_variables(one.get(name), other.get(name), why, is_loop) for name in names},
-        {
-            name: one.functions.get(name) if one.functions.get(name) == other.functions.get(name) else None
-            for name in functions
-        },
-        one.options | other.options | ({"unclear"} if one.options != other.options else set()),
-        one.status if one.status == other.status else None,
-        one.lost or other.lost,
-    )
-
-
-def _join_variables(one: Variable, other: Variable, why: str, is_loop: bool) -> Variable:
+def _joined(one: Variable, other: Variable, why: str) -> Variable:
     if one == other:
         return one
-    marks = one.marks | other.marks
-    if one.is_array and other.is_array and not (is_loop or one.why or other.why):
-        mine, theirs = one.words, other.words
-        shared = 0
-        while shared < min(len(mine), len(theirs)) and mine[shared] == theirs[shared]:
-            shared += 1
-        # A value after the last shared flag belongs to it in one branch alone.
-        while shared and not all(FLAG.match(rest[shared].text) for rest in (mine, theirs) if len(rest) > shared):
-            shared -= 1
-        rest = [replace(word, why=word.why or why) for word in (*mine[shared:], *theirs[shared:])]
-        # Which item has which index is not known any more, and nor is how many there are.
-        return Variable((*mine[:shared], *rest), True, marks | {"open"})
-    # What is set in one branch alone may have a value: a default says nothing about it.
-    reasons = [side.why for side in (one, other) if side.why and not side.why.startswith(UNSET)]
-    return Variable((), one.is_array or other.is_array, marks, next(iter(reasons), why))
+    mine, theirs = [() if side.is_unset() else side.words for side in (one, other)]
+    if not (one.is_array or other.is_array):
+        # What is set in one branch alone may have a value: a default says nothing about it.
+        why = next((word.why for word in (*mine, *theirs) if word.why and UNSET not in word.why), why)
+        return Variable((Word("", "", why, one.has_flags() or other.has_flags()),))
+    shared = 0
+    while shared < min(len(mine), len(theirs)) and mine[shared] == theirs[shared]:
+        shared += 1
+    # A value after the last shared flag belongs to it in one branch alone.
+    while shared and not all(FLAG.match(rest[shared].text) for rest in (mine, theirs) if len(rest) > shared):
+        shared -= 1
+    rest = [replace(word, why=word.why or why) for word in (*mine[shared:], *theirs[shared:])]
+    return Variable((*mine[:shared], *rest), True)
