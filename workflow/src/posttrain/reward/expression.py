@@ -12,7 +12,7 @@ import re
 from fractions import Fraction
 from typing import Any
 
-from posttrain.reward.notation import MAX_LENGTH, squeeze
+from posttrain.reward.notation import squeeze
 
 # Read at sight, since the grammar takes milliseconds. No exponents of over three digits: no memory holds 1e999999999.
 _DIGITS = r"\d{1,200}(?:\.\d{0,200})?|\.\d{1,200}"
@@ -63,8 +63,6 @@ def is_proportional(*sides: str) -> bool:
     if any(side is None or hasattr(side, "shape") for side in read):
         return False
     first, second = read[0] - read[1], read[2] - read[3]
-    if not first.free_symbols or first.free_symbols != second.free_symbols:
-        return False
     ratios = [a / b for a, b in _values(first, second) if b and a]
     return len(ratios) > 1 and _agree([(ratio, ratios[0]) for ratio in ratios])
 
@@ -81,7 +79,7 @@ def real_value(text: str) -> Any:
 
 def is_costly(text: str) -> bool:
     """Tell whether an expression is no answer, or one whose reading or computing could take more than moments."""
-    if len(text) > MAX_LENGTH or text.count("&") > _MAX_CELLS or _REFUSED.search(text):
+    if text.count("&") > _MAX_CELLS or _REFUSED.search(text):
         return True
     powers = (max(1, int(found[1] or found[2])) for found in _POWER.finditer(text))
     return text.count("\\") > _MAX_COMMANDS + text.count("\\\\") * 2 or math.prod(powers) > _MAX_POWER
