@@ -123,6 +123,12 @@ def may_read(files):
     return files
 
 
+def with_times(text, files):
+    """Return a parameter with sizes and times of local files: one that takes another's place may be older than it."""
+    statuses = [(path, path.stat()) for path in files if path.exists()]
+    return "".join([text, *(f" {path} {status.st_size} {int(status.st_mtime)}" for path, status in statuses)])
+
+
 @functools.cache
 def data_file_problems():
     return check_data_files(CFG)

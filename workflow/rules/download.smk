@@ -149,7 +149,7 @@ rule download_dataset:
     params:
         format_version=FORMAT_VERSIONS["download_dataset"],
         # A function, since braces of a prompt template are no wildcards; the same in other rules.
-        data=lambda wildcards: json.dumps(RESOLVED.experiment["data"]),
+        data=lambda wildcards: with_times(json.dumps(RESOLVED.experiment["data"]), local_files(CFG.data)),
         folder=PATHS.dataset,
     message:
         f"get the prompts ({CFG.data.kind}) and check every line{NEEDS.message('download_dataset')}"
@@ -185,7 +185,9 @@ rule download_rows:
         num_retries=CFG.download.num_retries,
     params:
         format_version=lambda wildcards: FORMAT_VERSIONS[f"download_{ROWS[wildcards.rows][0]}"],
-        rows=lambda wildcards: json.dumps(rows_of(ROWS[wildcards.rows][2])),
+        rows=lambda wildcards: with_times(
+            json.dumps(rows_of(ROWS[wildcards.rows][2])), local_files(data_of(ROWS[wildcards.rows][2]))
+        ),
         kind=lambda wildcards: ROWS[wildcards.rows][0],
         name=lambda wildcards: ROWS[wildcards.rows][1],
         folder=lambda wildcards: PATHS.store / "datasets" / wildcards.rows,

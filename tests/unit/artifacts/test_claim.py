@@ -315,11 +315,26 @@ def test_sources_are_looked_at_both_before_and_after_waiting(folder: Path, tmp_p
     source = tmp_path / "rows.jsonl"
     source.write_text("{}")
     make(folder)
-    made = receipt_of(folder).stat().st_mtime
-    os.utime(source, (made, made))
-    assert not claim(receipt_of(folder), WANTED, folder, iter([source])), "as old as the receipt"
-    os.utime(source, (made + 1, made + 1))
-    assert claim(receipt_of(folder), WANTED, folder, iter([source]))
+    changed, receipt = source.stat().st_ctime_ns, receipt_of(folder)
+    os.utime(receipt, ns=(changed, changed))
+    assert not claim(receipt, WANTED, folder, iter([source])), "as old as the receipt"
+    os.utime(source, (receipt.stat().st_mtime + 1,) * 2)
+    assert claim(receipt, WANTED, folder, iter([source]))
+    release(receipt)
+
+
+def test_an_older_file_that_takes_a_sources_place_makes_it_anew(folder: Path, tmp_path: Path) -> None:
+    source, older = tmp_path / "rows.jsonl", tmp_path / "older.jsonl"
+    for path in (source, older):
+        path.write_text(path.name)
+        os.utime(path, (1.0, 1.0))
+    time.sleep(0.05)  # as finely as file systems tell times
+    make(folder)
+    assert not claim(receipt_of(folder), WANTED, folder, [source])
+    time.sleep(0.05)
+    older.rename(source)
+    assert source.stat().st_mtime == 1.0
+    assert claim(receipt_of(folder), WANTED, folder, [source])
     release(receipt_of(folder))
 
 

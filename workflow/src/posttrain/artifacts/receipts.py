@@ -104,7 +104,8 @@ def claim(path: Path, wanted: Receipt, folder: Path, sources: Iterable[Path] = (
         path: Of the receipt.
         wanted: What the receipt must say: step, inputs, at least these settings and files.
         folder: The artefact, under its final name.
-        sources: Files outside the store that it is made from; one that is newer than the receipt makes it be made anew.
+        sources: Files outside the store that it is made from; one that was written, or has taken another's place, after
+            the receipt makes it be made anew.
         parts: Receipts of the parts it consists of; nobody makes them anew meanwhile.
     """
     sources = tuple(sources)
@@ -134,8 +135,14 @@ def _is_made(path: Path, wanted: Receipt, folder: Path, sources: Sequence[Path])
         and all(receipt.settings.get(key) == value for key, value in wanted.settings.items())
         and set(wanted.files) <= set(receipt.files)
         and not check_files(partial_of(folder) if is_part and not folder.exists() else folder, receipt)
-        and all(source.stat().st_mtime <= made for source in sources)
+        and all(_changed(source) <= made for source in sources)
     )
+
+
+def _changed(path: Path) -> float:
+    """Return when a file got its content or, with an older one, its name: `cp -p`, `mv` and `rsync -a` keep times."""
+    status = path.stat()
+    return max(status.st_mtime, status.st_ctime)
 
 
 def write_receipt(path: Path, receipt: Receipt, started: float | None = None) -> None:
