@@ -100,6 +100,20 @@ def test_equal_rewards_of_one_group_leave_the_others_alone():
     assert advantages[1].tolist() == pytest.approx([6 / 7] + [-1 / 7] * 6)
 
 
+def test_usual_rewards_keep_the_bits_of_torchs_formulas():
+    rewards = torch.rand(50, 8, generator=torch.Generator().manual_seed(3))
+    difference = rewards - rewards.nanmean(dim=1, keepdim=True)
+    assert torch.equal(grpo_advantages(rewards, False), difference)
+    assert torch.equal(grpo_advantages(rewards, True), difference / (rewards.std(dim=1, keepdim=True) + 1e-6))
+
+
+def test_a_missing_reward_is_no_measure_of_the_others():
+    """Of rewards near 1e-8, and of two that are left."""
+    assert grpo_advantages(torch.tensor([[1e-8, 3e-8, torch.nan]]), False).tolist()[0][1] == pytest.approx(1e-8)
+    left = grpo_advantages(torch.tensor([[1.0, torch.nan, 0.0]]), True).tolist()[0]
+    assert left == pytest.approx([0.7071058, 0.0, -0.7071058])
+
+
 def test_a_group_of_one_has_no_standard_deviation_to_warn_of():
     with warnings.catch_warnings(action="error"):
         assert grpo_advantages(torch.tensor([[1.0]]), True).tolist() == [[0.0]]

@@ -119,6 +119,8 @@ NESTED = pyarrow.struct([("a", pyarrow.list_(pyarrow.json_())), ("b", pyarrow.in
         (pyarrow.map_(pyarrow.string(), pyarrow.int64()), [("a", None)], {"a": None}),
         (pyarrow.map_(pyarrow.int64(), NESTED), [(1, {"a": None, "b": 2})], {"1": {"b": 2}}),
         (pyarrow.dictionary(pyarrow.int8(), pyarrow.string()), "x", "x"),
+        (pyarrow.dictionary(pyarrow.int8(), NESTED), {"a": None, "b": 1}, {"b": 1}),
+        (pyarrow.run_end_encoded(pyarrow.int32(), NESTED), {"a": None, "b": 1}, {"b": 1}),
     ],
 )
 def test_each_type(kind, given, expected):
@@ -129,6 +131,13 @@ def test_each_type(kind, given, expected):
 @pytest.mark.parametrize("kind", [pyarrow.string(), pyarrow.list_(pyarrow.float64()), pyarrow.uuid(), pyarrow.null()])
 def test_most_types_need_no_decoder(kind):
     assert decoder_of(kind) is None
+
+
+def test_a_name_that_stands_twice_in_json_is_an_error():
+    decode = decoder_of(pyarrow.json_())
+    assert decode
+    with pytest.raises(ValueError, match="has 'a' twice"):
+        decode('{"a": 1, "a": 2}')
 
 
 def test_a_map_with_a_key_twice_and_text_that_is_no_json_are_named_by_row(tmp_path):

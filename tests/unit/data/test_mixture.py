@@ -1,13 +1,16 @@
 import itertools
 import random
 from collections import Counter
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.data.mixture import MixedOrder, PromptOrder
+from posttrain.config.data import Data, DataSource
+from posttrain.data.mixture import MixedOrder, PromptMix, PromptOrder, _whole
+from posttrain.types import Prompt
 
 
 def test_known_orders():
@@ -156,3 +159,33 @@ def test_the_seed_moves_where_the_sources_come():
 def test_no_mixture_without_sources_weights_and_prompts(sizes, weights):
     with pytest.raises(AssertionError):
         MixedOrder(sizes, weights, 1)
+
+
+def test_the_prompts_of_each_source_come_in_its_own_order():
+    """Prompts of two sources take turns in the list; those of a run without sources are one."""
+    prompts = [Prompt(i, ({"role": "user", "content": "?"},), "1", "ab"[i % 2]) for i in range(6)]
+    data = Data(kind="files", seed=4, sources={"a": DataSource(weight=2), "b": DataSource(weight=1)})
+    order = MixedOrder([3, 3], [2, 1], 4)
+    for start, count in ((0, 6), (4, 3)):
+        taken = PromptMix(prompts, data).take(start, count)
+        assert [p.prompt_id for p in taken] == [2 * place + source for source, place in order.take(start, count)]
+    alone = [replace(prompt, source="") for prompt in prompts]
+    assert [p.prompt_id for p in PromptMix(alone, Data(kind="files", seed=4)).take(0, 9)] == PromptOrder(6, 4).take(
+        0, 9
+    )
+
+
+def test_weights_are_whole_numbers_without_a_common_factor():
+    assert _whole([0.2, 0.4, 0.1]) == [2, 4, 1]
+    assert _whole([6, 4]) == [3, 2]
+    assert _whole([1, 1e-6]) == [1_000_000, 1]
+    with pytest.raises(AssertionError, match="one is below 1/1000000"):
+        _whole([1, 1e-7])
+
+
+@pytest.mark.parametrize("order", [PromptOrder(3, 1), MixedOrder([3, 3], [1, 1], 1)])
+def test_a_cursor_is_not_negative(order):
+    assert order.take(0, 0) == []
+    for start, count in ((-1, 1), (0, -1)):
+        with pytest.raises(AssertionError, match=f"start {start}, count {count}"):
+            order.take(start, count)
