@@ -73,7 +73,7 @@ def test_rewards_that_differ_by_rounding_are_equal(normalize, reward, steps):
     assert grpo_advantages(sums.float(), normalize).tolist() == [[0.0] * 3]
 
 
-@pytest.mark.parametrize("scale", [1e-3, 1.0, 100.0, 1e10, 1e17, 1e30, 2.0**126])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 100.0, 1000.0, 1e10, 1e17, 1e30, 2.0**126])
 def test_rewards_that_differ_by_more_are_those_of_an_exact_reference(scale):
     random_numbers = torch.rand(20, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64) - 0.5
     rewards = (random_numbers * 2 * scale).float()
