@@ -1,17 +1,19 @@
-from posttrain.data.overlap import NUM_WORDS, Overlap, find_overlaps
+from posttrain.data.overlap import Overlap, find_overlaps
 
 LONG = "the quick brown fox jumps over the lazy dog and then it runs home to its den"
 TEMPLATE = "solve the following problem step by step and put the final answer in a box at the end"
 
 
 def _numbers(first: int) -> str:
-    return " ".join(str(first + i) for i in range(NUM_WORDS))
+    return " ".join(str(first + i) for i in range(13))
 
 
 def test_thirteen_words_in_a_row_are_an_overlap_and_twelve_are_not() -> None:
-    assert find_overlaps({"a": [f"x {_numbers(100)} y"]}, [f"p q {_numbers(100)}"]) == [Overlap("a", 0, 0)]
+    for text in ("p q {}", "{}", "p q r s {} t"):
+        assert find_overlaps({"a": [f"x {_numbers(100)} y"]}, [text.format(_numbers(100))]) == [Overlap("a", 0, 0)]
     twelve = " ".join(_numbers(100).split()[:-1])
     assert find_overlaps({"a": [f"x {_numbers(100)} y"]}, [f"p q {twelve} r s"]) == []
+    assert find_overlaps({"a": [f"x {twelve}"]}, [f"p q {twelve}"]) == []
 
 
 def test_case_punctuation_and_forms_of_letters_do_not_count() -> None:
@@ -41,3 +43,10 @@ def test_what_one_of_a_hundred_prompts_shares_is_no_template() -> None:
     for count, found in ((200, [Overlap("a", 0, 0), Overlap("a", 1, 0)]), (199, [])):
         suite = [f"{LONG} one", f"{LONG} two", *(f"number {i}" for i in range(count - 2))]
         assert find_overlaps({"a": suite}, [f"{LONG} three"]) == found
+
+
+def test_prompts_of_a_suite_that_are_the_same_are_found_as_a_whole() -> None:
+    assert find_overlaps({"a": ["what is it", "what is it"]}, ["What is it?"]) == [
+        Overlap("a", 0, 0),
+        Overlap("a", 1, 0),
+    ]

@@ -32,6 +32,7 @@ def test_the_cheapest_within_both_bounds_is_deployed():
     assert verdict([BF16], BOUNDS) == (ORIGINAL, f"deploy {ORIGINAL}: 44.4 GiB-hours per million tokens")
     assert FP8.as_dict()["gib_hours_per_million_tokens"] == pytest.approx(80 / 1500 * 1e6 / 3600)
     assert FP8.as_dict()["precision"] == "fp8"
+    assert [one.why_not(BOUNDS) for one in (BF16, FP8)] == ["", ""]
 
 
 def test_too_far_from_the_original_is_not_deployed_however_it_scores():
