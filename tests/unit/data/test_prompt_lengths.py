@@ -28,6 +28,12 @@ def test_a_prompt_is_too_long_above_the_limit(limit: int, too_long: list[int]) -
     assert found.summary == (2, 7, 9)
 
 
+def test_the_median_is_the_middle_and_each_prompt_has_a_length() -> None:
+    assert PromptLengths(PROMPTS[:4], [4, 1, 3, 2], 0).summary == (1, 3, 4)
+    with pytest.raises(ValueError, match="shorter"):
+        _ = PromptLengths(PROMPTS, LENGTHS[:5], 1).too_long
+
+
 def test_nothing_is_said_of_prompts_that_fit() -> None:
     assert checked(9, "refuse") == checked(0, "drop") == ([], [])
 

@@ -8,7 +8,7 @@ import pytest
 
 from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
 from posttrain.data.chat import ChatTokenizer
-from posttrain.data.tool_calls import OBJECT, TEXT, forms_of
+from posttrain.data.tool_calls import OBJECT, TEXT, forms_of, in_form
 from posttrain.errors import CheckpointError
 
 # What stands for the calls; the forms of arguments that it shows; the call of `add` below.
@@ -57,6 +57,13 @@ def test_text_and_object_are_shown_as_the_template_means_them(chat_of, name):
 def test_what_the_template_takes_is_not_changed(chat_of):
     text = '{"b":"x","a":1}'
     assert str(chat_of(QWEN)._apply(_messages(text), None, tokenize=False)) == f"q||{text}"
+
+
+def test_letters_stay_and_what_is_no_call_is_left_to_the_template():
+    (_, message) = _messages({"b": "é"})
+    (call,) = in_form(message, frozenset({TEXT}))["tool_calls"]
+    assert call["function"]["arguments"] == '{"b": "é"}'
+    assert in_form({"role": "assistant", "tool_calls": ["add"]}, frozenset({TEXT}))["tool_calls"] == ["add"]
 
 
 def test_the_content_of_a_call_is_empty_not_none(chat_of):
