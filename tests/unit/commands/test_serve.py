@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -21,6 +22,7 @@ from tests.support.fault_record import FaultRecord
 from tests.support.sglang_environment import PYTHON, require_sglang
 from tests.support.tiny_checkpoint import TINY_QWEN3, make_random_checkpoint
 
+from posttrain.__main__ import _answer as answer_serve
 from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
 from posttrain.engines.ports import choose_free_ports
 from posttrain.serving.servers import this_machine
@@ -95,6 +97,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_random_checkpoint(made, dataclasses.replace(TINY_QWEN3, vocab_size=256))
     make_tokenizer(256).save_pretrained(made)
     return made
+
+
+def test_what_is_shown_is_what_the_checkpoint_is_now(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing of an earlier call is kept: what has not changed is said again, what has is said anew."""
+    shutil.copytree(folder, tmp_path / "hf")
+
+    def shown(*more: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["posttrain", "serve", "hf", "--hardware", "h200", "--print", *more])
+        monkeypatch.chdir(tmp_path)
+        answer_serve()
+        return capsys.readouterr().out
+
+    first = shown()
+    assert shown() == first
+    content = json.loads((tmp_path / "hf" / "config.json").read_text())
+    content["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(content))
+    after = shown("--port", "12345")
+    assert (" in bf16 by" in first, " in fp8 by" in after) == (True, True)
+    assert ("--port 8000" in first, "--port 12345" in after) == (True, True)
 
 
 def test_without_a_secret_and_with_a_port_in_use_nothing_starts(folder: Path, tmp_path: Path) -> None:
