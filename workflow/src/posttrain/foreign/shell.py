@@ -358,7 +358,7 @@ class Shell:
             ends = [child for child in part.parts if child.node.is_named and child.type != "file_descriptor"]
             inner = [end for end in ends if not end.type.startswith("heredoc_") and end.type != "file_redirect"]
             if SETS.search(part.text) or len(inner) > is_file + (part.type == "herestring_redirect"):
-                if "train" in part.text:
+                if "train" in code.text:
                     self._add(unclear_call(code.text, code.place, "the redirection is not followed"))
                 raise Unclear("what the redirection does is not followed")
             if not is_file and name in SHELLS | STARTERS:
@@ -400,17 +400,20 @@ class Shell:
         kind, parts = code.parts[0].text, [part for part in code.parts[1:] if part.text[:1] != "-"]
         options = "".join(part.text for part in code.parts[1:] if part.text[:1] == "-")
         names = [_NAME.match(part.text) for part in parts]
-        if set(options) & set("pfF"):
-            return True
+        if set(options) & set("pfF") or (kind == "local" and not self._active):
+            return None
         if "n" in options:
             raise Misread("references are not followed")
         if set(options) - set("-xgar"):
             state.fixed |= {name[0] for name in names if name}
             raise Unclear("the attributes are not followed")
+        earlier = set[str]()
         for part, name in zip(parts, names, strict=True):
             is_value = part.type == "variable_assignment"
             if name is None or not (is_value or part.type == "variable_name"):
                 raise Unclear("what it declares is not known")
+            if is_value and earlier & set(_NAME.findall(part.parts[-1].text)):
+                raise Unclear("all values are expanded before one is set")
             if re.search(r"\{.*(,|\.\.)", re.sub(r"\"[^\"]*\"|'[^']*'|\$\{", "", part.text), re.DOTALL):
                 raise Misread("what it declares is not followed")
             hidden = state.variables.get(name[0])
@@ -421,7 +424,8 @@ class Shell:
                 if not is_value:
                     state.forget([name[0]], f"line {code.line} declares it")
             if kind == "readonly" or "r" in options:
-                state.fixed |= {name[0]}
+                state.constants |= {name[0]}
+            earlier.add(name[0])
         return True
 
     def _unset_command(self, code: Code, state: State) -> bool | None:
@@ -496,7 +500,8 @@ class Shell:
             if any(word.why for word in targets):
                 raise Unclear(f"what {name} sets is not known")
             names = [*_NAME.findall(" ".join(word.text for word in targets)), *["@"] * (name == "shift")]
-            is_list = name != "printf" and bool(re.search(r"--[a-z]|\[[@*]", code.text))
+            spelled = "" if name == "printf" else code.text
+            is_list = bool(re.search(r"--[a-z]|\[[@*]", spelled)) or Variable(tuple(given[2:])).has_flags()
             is_list = is_list or any(state.get(used).has_flags() for used in _NAME.findall(code.text))
             is_array = name not in ("let", "printf", "getopts")
             state.forget(names, f"line {code.line}: {name} sets it", is_list, is_array)
@@ -516,6 +521,8 @@ class Shell:
         elif name == "exit":
             state.is_over, state.status = True, texts == ["0"] if "".join(texts).isdigit() else None
         elif name in ("command", "builtin", "time") and given and texts[0][:1] != "-":
+            if re.search(r"=|^[{(!\[]", texts[0]):
+                raise Misread("what is timed is not followed")
             return self._deeper(lambda end: self._call(given, code, end, True), state)
         elif name == "exec":
             self._launch(given)
@@ -586,7 +593,8 @@ class Shell:
             return self._left_early(self._returns, run, state, f"{name} may return earlier")
         why = "it does not lie beside the script, so what it sets is not known"
         self.unread.append(Given(f"source {word.text}", (), word.place, why))
-        if not is_beside or word.why or path.exists():
+        # A file whose name is not known may be this one.
+        if not is_beside or word.why or path.exists() or re.search(r">\s*\S*[$`]", text):
             state.lose(f"{word.place} sources what is not read")
         return None
 

@@ -38,7 +38,7 @@ class Variable:
 
     def has_flags(self) -> bool:
         """Tell whether there may be a flag in it."""
-        return any(word.is_list or word.text.startswith("-") for word in self.words)
+        return any(word.is_list or "--" in word.text for word in self.words)
 
 
 @dataclass
@@ -49,6 +49,7 @@ class State:
         variables: By name; "@" has the arguments.
         functions: Name -> its body; None where it is not known.
         fixed: Names whose assignments are not followed, because they have attributes.
+        constants: Names that are read-only.
         options: Of `set`, by their letters, and pipefail.
         lost: Why a variable that has no value here may have any; "" where it is the environment's.
         is_over: The shell has ended, with `status`: True where that was success, None where it is not known.
@@ -58,6 +59,7 @@ class State:
     variables: dict[str, Variable] = field(default_factory=dict)
     functions: dict[str, Code | None] = field(default_factory=dict)
     fixed: frozenset[str] = frozenset()
+    constants: frozenset[str] = frozenset()
     options: frozenset[str] = frozenset()
     lost: str = ""
     is_over: bool = False
@@ -78,11 +80,13 @@ class State:
         """Set a variable, or add to it.
 
         Raises:
-            Misread: It decides how words are read.
+            Misread: It decides how words are read, or cannot be set.
         """
         old = self.get(name)
         if name in ("IFS", "POSIXLY_CORRECT", "GLOBIGNORE"):
             raise Misread(f"what {name} changes is not followed")
+        if name in self.constants:
+            raise Misread(f"{name} is read-only")
         if name in self.fixed:
             self.forget([name], f"what {name} holds then is not known")
             return
@@ -123,7 +127,7 @@ class State:
             same = {name for name, body in functions.items() if body is one.functions.get(name)}
             first.functions = {name: body if name in same else None for name, body in functions.items()}
             first.fixed, first.options = first.fixed | one.fixed, first.options & one.options
-            first.lost = first.lost or one.lost
+            first.constants, first.lost = first.constants | one.constants, first.lost or one.lost
         self.__dict__.update(first.__dict__)
 
 

@@ -34,7 +34,9 @@ _BRACES = re.compile(r"([\w./=-]*)\{([\w./=-]*(?:,[\w./=-]*)+)\}([\w./=-]*)", re
 _WORD = re.compile(r"(?:'[^']*'|\"[^\"]*\"|\$\(\(.*?\)\)|[^\s'\"])+")
 _CHANGES = re.compile(r"\b([A-Za-z_]\w*)(?:\[[^]]*\])?\s*(?:(?:[-+*/%&|^]|<<|>>)?=(?!=)|\+\+|--)|(?:\+\+|--)\s*(\w+)")
 # Expansions that set variables.
-SETS = re.compile(r"\$\{\w+:?=|\$\(\([^)]*(?<![=!<>])=(?!=)|\$(\(\(|\[)[^)]*(\+\+|--)")
+SETS = re.compile(
+    r"\$\{\w+:?=|\$(?:\(\(|\[)[^)]*(?:(?<![=!<>])=(?!=)|\+\+|--)|\$\{\w+(?:\[|:[^-+?=}])[^}]*(?:=|\+\+|--)"
+)
 # Lists of layers that no file is called: [0]*3+[1]*75.
 _NO_FILE = re.compile(r"(\+?\[[\d, ]*\](\*\d+)?)+")
 # Variables that are named as one with several flags, and substitutions that write none.
@@ -116,6 +118,8 @@ class Words:
         try:
             pieces = list(self._pieces(text, is_quoted))
         except Unclear as error:
+            if SETS.search(text):
+                self._state.forget(re.findall(r"[A-Za-z_]\w*", text), str(error))
             is_output = text.startswith(("$(", "`")) and not _NO_FLAGS.fullmatch(text)
             is_one = re.fullmatch(r'"[^"]*"|"\$\(.*\)"', text, re.DOTALL)
             is_list = not is_one and bool(FLAG.search(text))
@@ -170,7 +174,8 @@ class Words:
         elif match is None or (match[3] or match[2] or match[1]) == "@":
             if SETS.search(text):
                 raise Unclear(f"{text} may set what is not known")
-            is_list = self._state.get(changed[2]).has_flags() if changed and not changed[1] else "[@]}" in text
+            name = re.match(r"\$\{(!?)(\w+|[@*])", text)
+            is_list = bool(name and (name[1] or name[2] in "@*" or self._state.get(name[2]).has_flags()))
             yield _Piece(text, is_quoted, not is_quoted, f"{text} is not expanded", is_list)
         else:
             yield from self._variable(text, match, is_quoted)
