@@ -32,7 +32,7 @@ _STATUSES: dict[str, bool | None] = {
     **dict.fromkeys(("cd", "pushd", "popd", "test", "sleep", "printf")),
 }
 # Builtins that set the variables that their words name; builtins that may set any.
-_SETTERS = {"read", "mapfile", "readarray", "getopts", "let", "printf", "shift"}
+_SETTER = re.compile(r"(read|mapfile|readarray|getopts|let|shift)( |$)|printf -v|wait .*-\w*p", re.DOTALL)
 _SET_ANY = {
     "eval",
     "source",
@@ -47,7 +47,7 @@ _SET_ANY = {
     "typeset",
     "export",
 }
-_SET_ANY |= {"readonly", "unset"}
+_SET_ANY |= {"readonly", "unset", "command", "builtin", "time"}
 _LATE = re.compile(r"(SIG)?(EXIT|INT|TERM|HUP|QUIT|USR[12]|0|1|2|15)")
 _HARMLESS = re.compile(
     r"set( [-+][euxva]+| [-+][euxva]*o (pipefail|xtrace|errexit|nounset|verbose|monitor))*( -- .*)?"
@@ -98,9 +98,8 @@ class Shell:
         self._folder, self._sources, self._depth, self._guards = folder, 0, 0, 0
         # Bodies of the functions that are followed; states in which functions, and loops, are left early.
         self._active: list[Code] = []
-        # Of each the variables at its beginning, and what its local ones hide.
-        self._locals: list[tuple[dict[str, Variable], dict[str, Variable | None]]] = []
-        self._forks = 0
+        # Of each its depth, the variables at its beginning, and what its local ones hide.
+        self._locals: list[tuple[int, dict[str, Variable], dict[str, Variable | None]]] = []
         self._returns: list[list[State]] = []
         self._breaks: list[list[State]] = []
 
@@ -179,11 +178,7 @@ class Shell:
     def _either(self, runs: Sequence[Run], state: State, why: str) -> bool | None:
         """Follow what may be done, and keep what all of it agrees on."""
         ends = [state.copy() for _ in runs]
-        self._forks += 1
-        try:
-            found = {run(end) for run, end in zip(runs, ends, strict=True)}
-        finally:
-            self._forks -= 1
+        found = {run(end) for run, end in zip(runs, ends, strict=True)}
         state.become(ends, why)
         return found.pop() if len(found) == 1 else None
 
@@ -238,7 +233,7 @@ class Shell:
     def _statement(self, code: Code, state: State, is_background: bool = False) -> bool | None:
         self.budget.spend(20 + len(state.variables) // 4)
         if is_background:
-            self._apart([code], state)
+            self._deeper(partial(self._apart, [code]), state)
             return True
         follow = getattr(self, f"_{code.type}", None)
         try:
@@ -304,7 +299,8 @@ class Shell:
         name, head = code.parts[1].text, [part for part in code.parts[3:-1] if part.type != ";"]
         words = [word for part, item in words_of(head) for word in self._words(state, part).fields(item)]
         body = partial(self._run, code.parts[-1].parts[1:-1])
-        if re.search(r"\b(break|continue)\b", code.text) or any(word.why for word in words) or not head:
+        is_left = re.search(r"\b(break|continue)\b", code.text) or code.parts[0].text != "for"
+        if is_left or any(word.why for word in words) or not head:
             why = f"it depends on the loop in line {code.line}"
             is_list = any(word.is_list or word.text.startswith("-") for word in words)
             state.forget([name], why, is_list)
@@ -438,7 +434,7 @@ class Shell:
                 state.functions.pop(name, None)
             if not is_function:
                 # What is local to a caller hides something that is there again.
-                hiding = [found for _, found in self._locals if name in found]
+                hiding = [found for *_, found in self._locals if name in found]
                 for found in hiding:
                     found[name] = None
                 state.forget([name], f"line {code.line} unsets it" if hiding else f"{UNSET} {name}")
@@ -486,6 +482,7 @@ class Shell:
     def _call(self, words: list[Word], code: Code, state: State, is_direct: bool = False) -> bool | None:
         """Follow a command by its words: a function, a builtin, or a program that is not run."""
         name, given, texts = words[0].text, words[1:], [word.text for word in words[1:]]
+        spelled = " ".join(word.text for word in words)
         if words[0].why:
             before = len(self.calls)
             self._launch(words)
@@ -495,20 +492,21 @@ class Shell:
                 raise Unclear(f"which command {name} is, is not known")
         elif name in state.functions and not is_direct:
             return self._function(state.functions[name], given, state)
-        elif name in _SETTERS and (name != "printf" or texts[:1] == ["-v"]):
+        elif _SETTER.match(spelled):
             targets = given[:2] if name == "printf" else given
             if any(word.why for word in targets):
                 raise Unclear(f"what {name} sets is not known")
-            names = [*_NAME.findall(" ".join(word.text for word in targets)), *["@"] * (name == "shift")]
-            spelled = "" if name == "printf" else code.text
-            is_list = bool(re.search(r"--[a-z]|\[[@*]", spelled)) or Variable(tuple(given[2:])).has_flags()
+            names = _NAME.findall(" ".join(re.sub("^-v", "", word.text) for word in targets))
+            names += ["@"] if name == "shift" else []
+            is_list = name != "printf" and bool(re.search(r"--[a-z]|\[[@*]", code.text))
+            is_list = is_list or Variable(tuple(given[2:])).has_flags()
             is_list = is_list or any(state.get(used).has_flags() for used in _NAME.findall(code.text))
             is_array = name not in ("let", "printf", "getopts")
             state.forget(names, f"line {code.line}: {name} sets it", is_list, is_array)
         elif name in _STATUSES:
             return _STATUSES[name]
         elif name in ("set", "shopt"):
-            self._set(name, texts, state)
+            self._set(spelled, state)
         elif name == "trap":
             if len(given) > 1 and texts[0] not in ("", "-"):
                 if any(word.why for word in given) or not all(map(_LATE.fullmatch, texts[1:])):
@@ -530,8 +528,8 @@ class Shell:
         elif name == "eval" and not any(word.why for word in given):
             return self._script(" ".join(texts), code.place, state)
         elif name in ("source", ".") and given:
-            return self._source(given[0], code, state)
-        elif name in _SET_ANY:
+            return self._source(given, code, state)
+        elif name in _SET_ANY and texts[:1] not in (["-v"], ["-V"]):
             raise Unclear(f"what {name} sets is not known")
         else:
             if state.lost and name.isidentifier() and name not in KNOWN:
@@ -539,13 +537,11 @@ class Shell:
             self._launch(words, code)
         return state.status if state.is_over else None
 
-    def _set(self, name: str, texts: Sequence[str], state: State) -> None:
-        spelled = " ".join((name, *texts))
+    def _set(self, spelled: str, state: State) -> None:
         if not _HARMLESS.fullmatch(spelled):
             raise Misread(f"{spelled} changes how all that follows is read")
-        for sign, letters, option in (
-            re.findall(r" ([-+])([euxva]+|(?=o))(?:o (\w+))?", spelled) if name == "set" else ()
-        ):
+        options = spelled if spelled.startswith("set") else ""
+        for sign, letters, option in re.findall(r" ([-+])([euxva]+|(?=o))(?:o (\w+))?", options):
             found = {*letters, option.replace("errexit", "e").replace("nounset", "u")}
             state.options = state.options | found if sign == "-" else state.options - found
         if " -- " in spelled:
@@ -554,8 +550,8 @@ class Shell:
     def _function(self, body: Code | None, given: Sequence[Word], state: State) -> bool | None:
         if body is None or body in self._active:
             raise Unclear("what the function does is not known")
-        arguments, forks, self._forks = state.get("@"), self._forks, 0
-        self._locals.append((dict(state.variables), {}))
+        arguments = state.get("@")
+        self._locals.append((self._depth, dict(state.variables), {}))
         state.variables["@"] = Variable(tuple(given), True)
         self._active.append(body)
         why = f"the function in line {body.line} may return earlier"
@@ -563,7 +559,7 @@ class Shell:
             status = self._left_early(self._returns, partial(self._statement, body), state, why)
         finally:
             self._active.pop()
-            self._forks, (_, hidden) = forks, self._locals.pop()
+            *_, hidden = self._locals.pop()
         for name, variable in hidden.items():
             state.forget([name], f"it is local to the function in line {body.line}")
             state.variables |= {name: variable} if variable else {}
@@ -572,18 +568,23 @@ class Shell:
 
     def _hide(self, name: str, hidden: Variable | None) -> None:
         """Note what a local variable hides; nothing where it may be another value, or not be hidden."""
-        before, found = self._locals[-1]
-        found.setdefault(name, hidden if not self._forks and hidden is before.get(name) else None)
+        depth, before, found = self._locals[-1]
+        # Three steps deeper are the statements of the body that nothing passes over.
+        is_sure = self._depth == depth + 3 and hidden is before.get(name)
+        found.setdefault(name, hidden if is_sure else None)
 
-    def _source(self, word: Word, code: Code, state: State) -> bool | None:
+    def _source(self, given: Sequence[Word], code: Code, state: State) -> bool | None:
         """Follow a script that lies beside this one, unless it may be another one when it is run."""
+        word = given[0]
         # Of a path that is not known, what follows the last expansion is looked for.
         tail = re.split(r"[)}`\"]|\$\w+", word.text)[-1].lstrip("/") if word.why else word.text
         folder, path = self._folder.resolve(), (self._folder / tail).resolve()
         text = code.source.decode("utf-8", "replace")
         written = rf"^.*(>|\b(tee|cp|mv|ln|sed|curl|wget|rsync|python3?)\b).*{re.escape(path.name)}"
-        is_other = re.search(rf"{written}|(^|[;&]|(?<!\$)\()\s*(cd|pushd|popd)\b", text, re.MULTILINE)
-        is_beside = path.is_relative_to(folder) and not is_other and "<(" not in code.text
+        is_other = re.search(
+            rf"{written}|(^|[;&|{{]|(?<!\$)\(|\b(then|do|else)\b)\s*(cd|pushd|popd)\b", text, re.MULTILINE
+        )
+        is_beside = path.is_relative_to(folder) and not is_other and "<(" not in code.text and len(given) == 1
         if is_beside and path.is_file():
             self._sources += 1
             if self._sources > MOST_SOURCES:

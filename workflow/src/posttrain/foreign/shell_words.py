@@ -190,6 +190,8 @@ class Words:
             word = self.joined(rest, is_quoted) if is_missing else word
             self._state.assign(name, [word])
         elif is_known and (operator[-1:], is_missing) in (("-", True), ("+", False)):
+            if rest.startswith("~"):
+                raise Unclear(f"the home folder {_RUNS}")
             yield from self._pieces(rest, is_quoted)
             return
         elif operator[-1:] == "+" and is_known:
