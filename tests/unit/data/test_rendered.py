@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from posttrain.checkpoint.tiny.tokenizer import CHAT_TEMPLATE, make_tokenizer, stop_token_ids
 from posttrain.data.chat import ChatTokenizer
@@ -68,6 +69,7 @@ LAST = "tokens of the tokenizer, below 64"
     ("stops", "value", "allowed", "remedy"),
     [
         ([52, 63], None, None, None),
+        ([0, 52], None, None, None),
         ([52, 64], "[64] of [52, 64]", LAST, "correct generation_config.json or config.json"),
         ([52, -1], "[-1] of [-1, 52]", LAST, "correct generation_config.json or config.json"),
         (
@@ -83,6 +85,27 @@ def test_stop_tokens(folder: Path, stops: list[int], value: str | None, allowed:
     told = [problem for problem in found(folder) if problem.key == f"{folder}: eos_token_id"]
     assert [problem.value for problem in told] == ([value] if value else [])
     assert all(problem.allowed == allowed and problem.remedy.endswith(remedy) for problem in told)
+    ends = [problem.value for problem in found(folder) if "none of it is a stop token" in problem.value]
+    assert [" 0 (" in end for end in ends] == [0 in stops] * len(ends)
+
+
+def test_a_token_of_the_generation_prompt_is_not_doubled_by_the_end_of_an_answer(folder: Path) -> None:
+    end = "<|endoftext|>"
+    turns = (
+        f"{{% for m in messages %}}{{{{ m.content }}}}{{% if m.role == 'assistant' %}}{end}{{% endif %}}{{% endfor %}}"
+    )
+    (folder / "chat_template.jinja").write_text(f"{turns}{{% if add_generation_prompt %}}{end}{{% endif %}}")
+    assert found(folder) == []
+
+
+def test_what_a_tokenizer_adds_by_itself_ends_no_answer(folder: Path) -> None:
+    made = make_tokenizer(256)
+    added = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 52)])
+    made.backend_tokenizer.post_processor = added
+    made.save_pretrained(folder)
+    (folder / "chat_template.jinja").write_text(CHATML)
+    (problem,) = found(folder)
+    assert "none of it is a stop token" in problem.value
 
 
 CHATML = "{%- for m in messages %}<sop>{{ m.role }}\n{{ m.content }}<eop>\n{%- endfor %}"

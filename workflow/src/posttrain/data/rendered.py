@@ -41,7 +41,6 @@ def _generation_prompt(chat: ChatTokenizer, folder: Path, prompts: Sequence[Prom
 
 def _doubled_tokens(chat: ChatTokenizer, folder: Path, prompts: Sequence[Prompt]) -> Iterator[Problem]:
     names = {chat.tokenizer.bos_token_id: "beginning", chat.tokenizer.eos_token_id: "end"}
-    names.pop(None, None)
     doubled: dict[int, int] = {}
     for prompt in prompts:
         turns = [*prompt.messages, {"role": "assistant", "content": "."}]
