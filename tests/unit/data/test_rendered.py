@@ -85,8 +85,6 @@ def test_stop_tokens(folder: Path, stops: list[int], value: str | None, allowed:
     told = [problem for problem in found(folder) if problem.key == f"{folder}: eos_token_id"]
     assert [problem.value for problem in told] == ([value] if value else [])
     assert all(problem.allowed == allowed and problem.remedy.endswith(remedy) for problem in told)
-    ends = [problem.value for problem in found(folder) if "none of it is a stop token" in problem.value]
-    assert [" 0 (" in end for end in ends] == [0 in stops] * len(ends)
 
 
 def test_a_token_of_the_generation_prompt_is_not_doubled_by_the_end_of_an_answer(folder: Path) -> None:
@@ -121,6 +119,7 @@ CHATML += "{%- if add_generation_prompt %}<sop>assistant\n{%- endif %}"
             "'<eop><sop>user' ends an answer in the chat template, and none of it is a stop token",
         ),
         (CHATML.replace("<eop>", " "), stop_token_ids(), "'<sop>user' ends an answer"),
+        (CHATML, [0, *stop_token_ids()], "none of it is a stop token: 0 ("),
         (CHATML, [*stop_token_ids(), 57], ""),
         (CHATML.replace("<eop>", "<|endoftext|>"), stop_token_ids(), ""),
     ],
@@ -136,7 +135,7 @@ def test_a_template_that_ends_turns_by_a_token_that_ends_no_response(
     assert len(told) == bool(words)
     for problem in told:
         assert words in problem.value
-        assert problem.value.endswith(": 52 ('<|endoftext|>'), 59 ('<|user|>'), 61 ('<|observation|>')")
+        assert problem.value.endswith(" 52 ('<|endoftext|>'), 59 ('<|user|>'), 61 ('<|observation|>')")
         assert problem.key == f"{folder}: chat template"
         assert problem.allowed == "a template that ends an answer with a stop token"
         assert "generation_config.json" in problem.remedy
