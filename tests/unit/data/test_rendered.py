@@ -119,7 +119,7 @@ CHATML += "{%- if add_generation_prompt %}<sop>assistant\n{%- endif %}"
             "'<eop><sop>user' ends an answer in the chat template, and none of it is a stop token",
         ),
         (CHATML.replace("<eop>", " "), stop_token_ids(), "'<sop>user' ends an answer"),
-        (CHATML, [0, *stop_token_ids()], "none of it is a stop token: 0 ("),
+        (CHATML.replace("\n", ""), [0, *stop_token_ids()], "none of it is a stop token: 0 ("),
         (CHATML, [*stop_token_ids(), 57], ""),
         (CHATML.replace("<eop>", "<|endoftext|>"), stop_token_ids(), ""),
     ],
