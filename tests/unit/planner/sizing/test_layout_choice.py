@@ -173,6 +173,7 @@ def test_an_engine_has_memory_for_a_prompt_and_a_response(resolved):
         rollout = dataclasses.replace(config.rollout, max_response_tokens=longest)
         chosen = choose_engine(dataclasses.replace(config, rollout=rollout), {1: False, 2: False})
         assert chosen == {"engine.gpus_per_engine": gpus, "engine.num_engines": 16 // gpus}
+    assert choose_engine(config) == {"engine.gpus_per_engine": 1, "engine.num_engines": 16}
 
 
 def test_an_engine_spans_whole_nodes_or_parts_of_one(resolved):
