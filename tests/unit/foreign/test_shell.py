@@ -225,6 +225,7 @@ def test_brackets_are_counted_before_the_grammar_reads_them(
         "A=1234\n" + "A=$A$A\n" * 9,
         "A=(a b c)\n" + 'A=("${A[@]}" "${A[@]}")\n' * 12,
         "time " * 60 + "true",
+        "X='a a'\n" + 'X="$(echo $X $X)"\n' * 40,
         "if a; then " * 60 + "b" + "; fi" * 60,
         "source run.sh\nsource run.sh",
         "cat <<EOF\n" + "$X " * 5001 + "\nEOF",

@@ -456,9 +456,12 @@ class Shell:
         return status
 
     def _command(self, code: Code, state: State) -> bool | None:
-        every = code.parts
-        parts = [part for part in every if not part.type.endswith("_redirect")]
-        if parts[:1] != every[:1] or any(SETS.search(part.text) for part in every if part not in parts):
+        redirects, parts = list[Code](), list[Code]()
+        for part in code.parts:
+            (redirects if part.type.endswith("_redirect") else parts).append(part)
+        if not parts or any(
+            SETS.search(part.text) or part.node.start_byte < parts[0].node.start_byte for part in redirects
+        ):
             raise Unclear("the redirection is not followed")
         prefix = list(itertools.takewhile(lambda part: part.type == "variable_assignment", parts))
         given = parts[len(prefix) :]

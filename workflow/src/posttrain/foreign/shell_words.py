@@ -90,6 +90,7 @@ class Words:
             for piece in pieces
         ]
         found = [part.replace("\1", "") for part in "".join(parts).split("\0") if part]
+        self._budget.spend(5 * len(found))
         return [replace(word, text=part, why=_pattern(bare, part)) for part in found]
 
     def joined(self, text: str, is_quoted: bool = False) -> Word:
