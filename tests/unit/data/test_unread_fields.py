@@ -88,6 +88,14 @@ def test_what_the_template_insists_on_is_read(chat_of):
     assert find_unread(chat_of(insists), [Prompt(0, ({"role": "user", "content": "a", "mood": "b"},), "1")]) == []
 
 
+def test_what_the_template_insists_on_in_one_prompt_alone(chat_of):
+    insists = (
+        "{% for m in messages %}{{ m.content if m.mood or m.content == 'b' else raise_exception('no') }}{% endfor %}"
+    )
+    prompts = [Prompt(i, ({"role": "user", "content": text, "mood": "c"},), "1") for i, text in enumerate("ab")]
+    assert find_unread(chat_of(insists), prompts) == [UnreadField("user", "mood", 1, 2, 2)]
+
+
 def test_the_response_to_learn(chat_of):
     prompts = [_prompt(0), _prompt(1)]
 
@@ -97,3 +105,7 @@ def test_the_response_to_learn(chat_of):
     found = find_unread(chat_of(SHOWS), prompts, answer)
     assert found == [UnreadField("response to learn", "thoughts", 1, 1, 1)]
     assert str(found[0]).startswith("'thoughts' of the response to learn (1 prompt with it)")
+    # Of the turns before it one has a field, and only there it is tried.
+    turns = [_answer(mood="b"), {"role": "user", "content": "c"}, _answer(), {"role": "user", "content": "d"}]
+    prompts = [_prompt(0, *turns)]
+    assert find_unread(chat_of(SHOWS), prompts, lambda prompt: _answer()) == [UnreadField("assistant", "mood", 1, 1, 1)]
