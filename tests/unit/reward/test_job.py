@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import posttrain
 from posttrain.config.reward_sum import MAX_NUMBER
 from posttrain.reward.answer import Answer, Failure, Grade
 from posttrain.reward.job import Job, grade_job
@@ -97,3 +98,16 @@ def test_the_innermost_line_of_the_users_code_is_shown(tmp_path: Path) -> None:
     assert graded(found["fails"], source=str(path)) == "KeyError: 'a'"
     exec("def fails(answers):\n    raise KeyError('a')\n", found)
     assert graded(found["fails"], source=str(path)) == "KeyError: 'a'"
+
+
+def test_lines_of_the_library_are_none_of_the_users() -> None:
+    library = Path(posttrain.__file__).parent
+    beside, inside = library.parent / "rewards.py", library / "rewards.py"
+    found: dict = {}
+    exec(compile("def fails(answers):\n    raise KeyError('a')\n", str(inside), "exec"), found)
+    exec(compile("def calls(answers):\n    fails(answers)\n", str(beside), "exec"), found)
+    assert graded(found["calls"], source=str(beside)) == f"KeyError: 'a' ({beside}:2, in calls)"
+
+
+def test_a_call_has_a_process_unless_it_says_otherwise() -> None:
+    assert not Job(giving(1.0), ()).is_instant
