@@ -1,6 +1,7 @@
 """Hostile responses cost their own grade at most: nothing crashes, and a bystander goes on."""
 
 import asyncio
+import resource
 import time
 from collections import Counter
 
@@ -38,16 +39,24 @@ async def grade_beside_a_bystander(pool, jobs):
     return outcomes, delays
 
 
-def takes_too_long(job: Job) -> bool:
-    """Tell whether a job needs more than the deadline on a machine of its own: its time of a CPU, not the clock's."""
-    with GraderPool(PATIENCE_SECONDS, num_workers=1) as pool:
-        asyncio.run(pool.grade_all([Job(job.grader, (Answer("", "42"),))]))
-        (worker,) = [child for child in psutil.Process().children() if "posttrain.reward.worker" in child.cmdline()]
-        before = worker.cpu_times()
-        (found,) = asyncio.run(pool.grade_all([job]))
-        if isinstance(found, Failure):
-            return True
-        return sum(worker.cpu_times()[:2]) - sum(before[:2]) > DEADLINE_SECONDS
+def takes_too_long(pool: GraderPool, job: Job) -> bool:
+    """Tell whether a job needs more than the deadline by the time of a CPU: the clock's is the machine's affair.
+
+    Args:
+        pool: Of one worker, whose deadline is patient.
+        job: To be graded.
+    """
+    asyncio.run(pool.grade_all([Job(job.grader, (Answer("", "42"),))]))
+    (worker,) = [child for child in psutil.Process().children() if "posttrain.reward.worker" in child.cmdline()]
+    before = worker.cpu_times()
+    (found,) = asyncio.run(pool.grade_all([job]))
+    return isinstance(found, Failure) or sum(worker.cpu_times()[:2]) - sum(before[:2]) > DEADLINE_SECONDS
+
+
+def _cpu_seconds_of_workers() -> float:
+    """Return the time of a CPU of all processes that have ended: the clock's is the machine's affair."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def abuse(count: int) -> dict:
@@ -58,19 +67,22 @@ def abuse(count: int) -> dict:
         for place, (_, text) in enumerate(asked)
         for turn in [place // len(GENERATORS)]
     ]
-    me, started = psutil.Process(), time.perf_counter()
+    me, started = psutil.Process(), _cpu_seconds_of_workers()
     with GraderPool(DEADLINE_SECONDS) as pool:
         before = me.memory_info().rss
         outcomes, delays = asyncio.run(grade_beside_a_bystander(pool, jobs))
         grown = me.memory_info().rss - before
     failed = {place: found for place, found in enumerate(outcomes) if isinstance(found, Failure)}
     late = [place for place, found in failed.items() if found.kind == "deadline"]
+    if len(late) > count // 50:
+        with GraderPool(PATIENCE_SECONDS, num_workers=1) as pool:
+            late = [place for place in late if takes_too_long(pool, jobs[place])]
     return {
-        "seconds": time.perf_counter() - started,
+        "seconds": _cpu_seconds_of_workers() - started,
         "grown_mib": grown / 2**20,
         "delay_median": sorted(delays)[len(delays) // 2],
         "delay_most": max(delays),
-        "late": Counter(asked[place][0] for place in late if takes_too_long(jobs[place])),
+        "late": Counter(asked[place][0] for place in late),
         "failed": {asked[place][0]: found for place, found in failed.items() if found.kind != "deadline"},
         "right": [asked[place][0] for place, found in enumerate(outcomes) if place not in failed and found[0].score],
     }

@@ -44,7 +44,13 @@ def test_lists_have_32_parts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("last", "first"), [("x^{9999}", "x^{10000}"), ("(x^{100})^{100}", "(x^{73})^{137}"), ("9999!x", "10000!x")]
+    ("last", "first"),
+    [
+        ("x^{9999}", "x^{10000}"),
+        ("(x^{100})^{100}", "(x^{73})^{137}"),
+        ("(x^{9999})^1", "(x^{9999})^2"),
+        ("9999!x", "10000!x"),
+    ],
 )
 def test_powers_and_factorials(last: str, first: str) -> None:
     assert same_value(last, f"{last}+0")
