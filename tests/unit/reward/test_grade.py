@@ -117,3 +117,8 @@ def test_a_built_in_grader_has_its_settings():
     settings = ShapeSettings(target_tokens=10)
     (found,) = BuiltIn("length", settings)((Answer("", num_tokens=5),))
     assert found.score == 0.5
+
+
+def test_an_answer_of_which_nothing_else_is_known():
+    answer = Answer("42")
+    assert (answer.label, answer.num_tokens, answer.is_truncated, answer.is_chat) == (None, 0, False, True)
