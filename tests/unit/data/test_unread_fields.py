@@ -106,6 +106,7 @@ def test_the_response_to_learn(chat_of):
     assert found == [UnreadField("response to learn", "thoughts", 1, 1, 1)]
     assert str(found[0]).startswith("'thoughts' of the response to learn (1 prompt with it)")
     # Of the turns before it one has a field, and only there it is tried.
-    turns = [_answer(mood="b", reasoning_content="b"), {"role": "user", "content": "c"}, _answer(), {"role": "user", "content": "d"}]
+    first, user = _answer(mood="b", reasoning_content="b"), {"role": "user", "content": "c"}
+    turns = [first, user, _answer(), user]
     prompts = [_prompt(0, *turns)]
     assert find_unread(chat_of(SHOWS), prompts, lambda prompt: _answer()) == [UnreadField("assistant", "mood", 1, 1, 1)]
