@@ -20,7 +20,7 @@ from tests.support.interruptions import (
 from tests.support.kubernetes_server import KubernetesServer
 from tests.support.workflow_runs import FAST, WorkflowFolder
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.faults("slow")]
 APART = FAST | {"engine.own_nodes": 1, "launch.preflight": "false"}
 
 

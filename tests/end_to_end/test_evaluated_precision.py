@@ -12,7 +12,7 @@ from tests.support.workflow_runs import FAST, WorkflowFolder
 from posttrain.artifacts import read_receipt, receipt_of
 from posttrain.artifacts.garbage import delete_unused
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.faults("slow")]
 
 
 def test_what_came_and_what_was_trained_are_measured_in_fp8(store: Path, tmp_path: Path) -> None:

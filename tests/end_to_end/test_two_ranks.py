@@ -80,6 +80,7 @@ def assert_that_steps_are_repeatable(workflow: WorkflowFolder) -> None:
     assert not [key for key in wrote.keys if not torch.equal(wrote.read(key), again.read(key))]
 
 
+@pytest.mark.faults("slow")
 def test_two_ranks_under_torchrun(workflow: WorkflowFolder, undisturbed: WorkflowFolder, tmp_path: Path) -> None:
     """torchrun starts what the supervisor would, against an engine that is there already: expert and data parallel."""
     from posttrain.config.load import load_resolved
