@@ -47,6 +47,7 @@ def _run_killed(folder, points: list[int]) -> list[int]:
         "disk": None,
         "again": [],
         "forgetful": False,
+        "imports": [],
     }
     command = [sys.executable, "-c", SHORT, json.dumps(order)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=SCRIPTS.parent)
