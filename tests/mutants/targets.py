@@ -102,8 +102,14 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "planner/sizing/export_check": (f"{UNIT}/planner/sizing/test_export_check.py",),
     # What stays on disk.
     "artifacts/placeholders": (f"{UNIT}/artifacts/test_placeholders.py",),
-    "artifacts/receipts": tuple(f"{UNIT}/artifacts/test_{name}.py" for name in ("receipts", "names", "claim")),
-    "artifacts/lease": (f"{UNIT}/artifacts/test_lease.py", f"{UNIT}/artifacts/test_lease_holders.py"),
+    "artifacts/receipts": tuple(
+        f"{UNIT}/artifacts/test_{name}.py" for name in ("receipts", "names", "claim", "building")
+    ),
+    "artifacts/lease": (
+        f"{UNIT}/artifacts/test_lease.py",
+        f"{UNIT}/artifacts/test_lease_holders.py",
+        f"{UNIT}/artifacts/test_lease_clocks.py",
+    ),
     "artifacts/durable": (f"{UNIT}/artifacts/test_durable.py", f"{UNIT}/artifacts/test_temporaries.py"),
     "artifacts/garbage": (f"{UNIT}/artifacts/test_garbage.py", f"{UNIT}/artifacts/test_references.py"),
     "training/checkpoints": (f"{UNIT}/training/test_checkpoints.py",),
