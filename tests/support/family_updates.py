@@ -90,9 +90,10 @@ def run_gang(cases: list[tuple[str, str]], folder: Path) -> None:
         values = json.loads((folder / family / "architecture.json").read_text())
         arch = Architecture(**values | {"rope_scaling": RopeScaling(**values["rope_scaling"])})
         config = config_of(arch, layout)
-        if layout != laid_out:
+        # A model without experts has other groups under the same words.
+        if config.parallel != laid_out:
             lay_out(config)
-            laid_out = layout
+            laid_out = config.parallel
         made = measure(config, folder / family / "hf")
         if not layout:
             torch.save(made, folder / family / "one_rank.pt")
