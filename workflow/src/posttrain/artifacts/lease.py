@@ -196,7 +196,7 @@ class Lease:
 
 
 class _Watch:
-    """Looks again and again whether a heartbeat goes on.
+    """Polls whether a heartbeat continues.
 
     Args:
         subject: What the lease is for, for messages.

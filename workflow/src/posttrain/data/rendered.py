@@ -79,7 +79,7 @@ def _end_of_turn(chat: ChatTokenizer, folder: Path) -> Iterator[Problem]:
     stops = stop_token_ids(folder)
     tokens = chat.tokenizer.encode(end, add_special_tokens=False)
     if stops.isdisjoint(tokens):
-        # What is no token is told above.
+        # Ids that are no tokens are reported above.
         names = ", ".join(f"{token} ({chat.tokenizer.decode([token])!r})" for token in sorted(stops) if token >= 0)
         value = f"{end.strip() or end!r} ends an answer in the chat template, and none of it is a stop token: {names}"
         allowed = "a template that ends an answer with a stop token"

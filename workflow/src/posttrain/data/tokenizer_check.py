@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 # Letters, digits, spaces, punctuation, contractions, scripts: what pre-tokenizers and normalizers treat apart.
 PROBES = ("Hello, world! It's 12345 + 6.7\n\n  def f(x):\treturn x\n", "  Größe  中文English混合 Привет 🙂 ", "abc 0")
-# What no file of a released model comes near.
+# Limits far beyond the files of any released model.
 SECONDS, NUM_BYTES, MOST_CHARACTERS = 120.0, 8 << 30, 1_000_000
 CONVERSATION = [{"role": "user", "content": "Hello"}]
 _REMEDY = f"set model.tokenizer to a folder with a {TOKENIZER} of this vocabulary"

@@ -142,7 +142,7 @@ class Shell(Flow):
             if is_function or name in state.functions:
                 state.functions.pop(name, None)
             if not is_function:
-                # What is local to a caller hides something that is there again.
+                # Local variables of the caller hide others, which are visible again.
                 hiding = [found for *_, found in self._locals if name in found]
                 for found in hiding:
                     found[name] = None
@@ -184,7 +184,7 @@ class Shell(Flow):
         if not words or state.is_over:
             return self._run(prefix, state)
         if prefix and (words[0].text in {*state.functions, *_SET_ANY} or SETS.search(code.text)):
-            # What a function gets like this, it has no more when it ends.
+            # A function loses these when it ends.
             self._run(prefix, state)
             status = self._call(words, code, state)
             state.forget([part.parts[0].text for part in prefix], f"line {code.line} sets it for one command")

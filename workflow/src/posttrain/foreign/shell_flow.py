@@ -1,6 +1,6 @@
 """Control flow of bash: which statements are followed, one after the other, in branches, loops and shells of their own.
 
-What a loop or a construct that is not followed may set is unknown from there on, with the line.
+Variables that a loop or an unsupported construct may set are unknown from there on, with the line.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from posttrain.foreign.shell_state import State, Variable
 from posttrain.foreign.shell_tree import Code, Misread, Unclear, check, parse, statements, words_of
 from posttrain.foreign.shell_words import SETS, Words, changed_names
 
-# What is followed: it gets a state to change, and tells whether it succeeds, None where that is not known.
+# Follows a part: changes the state and returns whether the part succeeds, None where that is not known.
 Run = Callable[[State], bool | None]
 
 _DEEPEST = 40
@@ -33,7 +33,7 @@ _INDIRECT = re.compile(
 _OPENS = re.compile(
     r"\d*([&>|]+|<&)\s*(/dev/(null|stdout|stderr|tty)|-|[\w.-]+|>\(.*)|<\s*(/dev/null|<\(.*)", re.DOTALL
 )
-# What ends the shell by failing under `set -e`.
+# Nodes that end the shell when they fail under `set -e`.
 _LEAVES = {"command", "test_command", "compound_statement", "subshell", "variable_assignment", "pipeline"}
 _LOOPS = ("for_statement", "c_style_for_statement", "while_statement")
 _STATEMENTS = {
