@@ -73,7 +73,6 @@ PLACES = {
     ("launch/greeting.py", "connection.recv"): "bytes of a socket",
     ("engines/in_sglang/posttrain_plugin/channel.py", "self._group.recv"): "bytes into a tensor",
     ("engines/in_sglang/posttrain_plugin/channel.py", "group.recv"): "the same",
-    ("data/confined.py", "answers.recv"): "what our forked child packed",
     ("reward/worker.py", "pickle.loads"): "what the parent packed for this child",
     ("reward/worker.py", "channel.recv"): "bytes of a socket",
     ("reward/graders.py", "self._channel.recv"): "bytes of a socket, read as JSON",

@@ -108,3 +108,5 @@ def test_what_a_confined_function_returns_raises_and_dies_of() -> None:
         confined(lambda: len(bytes(300 * MIB)), 10, MIB * 100)
     with pytest.raises(TimeoutError, match=r"not done after 0\.2 s"):
         confined(lambda: time.sleep(30), 0.2, MIB * 100)
+    with pytest.raises(ChildProcessError, match="over 16 MiB"):
+        confined(lambda: "x" * (17 * MIB), 10, MIB * 100)

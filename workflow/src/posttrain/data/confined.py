@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import resource
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
-Result = TypeVar("Result")
+# Of an answer, which is some lines of text.
+MAX_ANSWER_BYTES = 1 << 24
 
 
-def confined(work: Callable[[], Result], seconds: float, num_bytes: int) -> Result:
+def confined(work: Callable[[], Any], seconds: float, num_bytes: int) -> Any:
     """Return what a function returns in a forked child.
 
     Args:
-        work: What it returns can be pickled.
+        work: Returns plain JSON types, so that nothing of the child is unpickled here.
         seconds: It is killed after so long.
         num_bytes: Of memory that it may take on top of this process's.
 
     Raises:
         TimeoutError: It was not done.
         MemoryError: It needs more.
-        ChildProcessError: It has died.
+        ChildProcessError: It has died, or its answer is too long.
     """
     context = multiprocessing.get_context("fork")
     answers, answer = context.Pipe(duplex=False)
@@ -33,10 +35,14 @@ def confined(work: Callable[[], Result], seconds: float, num_bytes: int) -> Resu
     try:
         if not answers.poll(seconds):
             raise TimeoutError(f"not done after {seconds:g} s")
-        done, result = answers.recv()
+        done, result = json.loads(answers.recv_bytes(MAX_ANSWER_BYTES))
     except EOFError:
         process.join()
         raise ChildProcessError(f"the process that read it ended with {process.exitcode}") from None
+    except TimeoutError:
+        raise
+    except OSError as error:
+        raise ChildProcessError(f"its answer is cut or over {MAX_ANSWER_BYTES / 2**20:g} MiB") from error
     finally:
         process.kill()
         process.join()
@@ -51,6 +57,7 @@ def _work(work: Callable[[], object], answer: Connection, num_bytes: int) -> Non
     resource.setrlimit(resource.RLIMIT_AS, (taken + num_bytes,) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
-        answer.send((True, work()))
+        found = json.dumps([True, work()]).encode()
     except MemoryError:
-        answer.send((False, None))
+        found = json.dumps([False, None]).encode()
+    answer.send_bytes(found)

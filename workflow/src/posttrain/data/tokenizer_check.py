@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,7 +38,8 @@ def check_tokenizer(folder: Path, vocab_size: int) -> list[Problem]:
         vocab_size: Rows of the model's embedding.
     """
     try:
-        return confined(lambda: [*_problems(folder, vocab_size)], SECONDS, NUM_BYTES)
+        found = confined(lambda: [*map(dataclasses.asdict, _problems(folder, vocab_size))], SECONDS, NUM_BYTES)
+        return [Problem(**problem) for problem in found]
     except (TimeoutError, MemoryError, ChildProcessError) as error:
         allowed = (
             f"files that are read, and render a short conversation, in {SECONDS:g} s and {NUM_BYTES / 2**30:g} GiB"
