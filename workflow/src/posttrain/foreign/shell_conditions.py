@@ -23,7 +23,7 @@ def condition(parts: Sequence[Code], words: Words, is_double: bool) -> bool | No
     Args:
         parts: Between the brackets, or of one expression in them.
         words: Expands its words.
-        is_double: It stands in double brackets.
+        is_double: The condition is in double brackets.
     """
     if len(parts) == 1 and parts[0].type in ("binary_expression", "unary_expression", "parenthesized_expression"):
         inner = parts[0].parts

@@ -80,7 +80,7 @@ class Flow:
         return status
 
     def _script(self, text: str, place: str, state: State) -> bool | None:
-        """Follow a text as a script of its own."""
+        """Follow a text as a separate script."""
         file, _, line = place.rpartition(":")
         self.budget.spend(len(text))
         return self._deeper(partial(self.program, parse(text, file, int(line))), state)

@@ -136,7 +136,7 @@ def _joined(one: Variable, other: Variable, why: str) -> Variable:
         return one
     mine, theirs = [() if side.is_unset() else side.words for side in (one, other)]
     if not (one.is_array or other.is_array):
-        # What is set in one branch alone may have a value: a default says nothing about it.
+        # A variable that only one branch sets may have a value, so its default is not used.
         why = next((word.why for word in (*mine, *theirs) if word.why and UNSET not in word.why), why)
         return Variable((Word("", "", why, one.has_flags() or other.has_flags()),))
     shared = 0

@@ -30,7 +30,7 @@ _OPERATION = re.compile(r"[\d)}!] ?[+(-]|(?:\*|\\times|\\cdot|\\div)(?! ?10 ?\^)
 
 @dataclass(frozen=True)
 class Node:
-    """What an answer says.
+    """The parsed content of an answer.
 
     Args:
         kind: "" for a single value, "," for a list, the brackets of a set ("⦃⦄"), a tuple or an interval ("()", "[)"),

@@ -107,7 +107,7 @@ def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
 def _clause(text: str) -> str:
     """Return the answer of "the answer is ...": the line without what only introduces or explains it."""
     line = next(_LINE.finditer(text.strip(" \n\t#*_`")))[1].rstrip("*_` ")
-    # Inside of mathematics no sentence goes on.
+    # A sentence does not continue inside mathematics.
     rest = _REST.search(_SPAN.sub(lambda span: "0" * len(span[0]), line), 1)
     line = line[: rest.start()] if rest else line
     return line.strip(" \t\"'\u201c\u201d\u2018\u2019*_`").rstrip("!?\u2713\u2714\u2705\u220e\u25a0 ")

@@ -118,7 +118,7 @@ def _recurring(whole: str, once: str, again: str) -> str:
     return rf"\frac{{{numerator}}}{{{'9' * len(again)}{'0' * len(once)}}}"
 
 
-# What short and irregular names of units are short for, in the singular.
+# Short and irregular names of units -> the unit, in the singular.
 _UNITS = {
     **{"mm": "millimeter", "cm": "centimeter", "m": "meter", "km": "kilometer", "in": "inch", "inche": "inch"},
     **{"ft": "foot", "feet": "foot", "mi": "mile", "yd": "yard", "mg": "milligram", "g": "gram", "kg": "kilogram"},

@@ -55,8 +55,8 @@ def read_object(path: Path) -> dict[str, Any]:
     """Read a JSON file that holds one object.
 
     Raises:
-        CheckpointError: When it is missing or holds something else, a name twice or a number that is not finite: others
-            who read it would take something else, or fail.
+        CheckpointError: When it is missing or holds something else, a name twice or a number that is not finite, which
+            other readers take for something else or reject.
     """
     try:
         content = read_json(path, is_strict=True)
