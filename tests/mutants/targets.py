@@ -25,6 +25,36 @@ GRADERS = (
     *("a_grader_that_workers_cannot_import_is_an_error", "workers_that_are_killed_from_outside_are_replaced"),
     *("a_group_has_as_many_deadlines_as_answers", "the_deadline_is_each_answer_s_own"),
 )
+# With those of every layout, of every model, and of Transformers' own models, an edit takes a minute.
+SIZES = f"{UNIT}/planner/sizing/test_model_size.py"
+PARAMETERS = tuple(
+    f"{SIZES}::test_{name}"
+    for name in (
+        *("glm5_has_the_published_number_of_parameters_tensors_and_bytes", "components_of_glm5_by_hand"),
+        *("published_numbers_of_parameters", "the_four_layer_model_has_the_size_of_its_repository"),
+        *("active_parameters", "a_tied_embedding_is_one_tensor_unless_stages_part_it", "biases_and_norms_of_glm_4_5"),
+        *("layers_of_a_model_without_experts_are_all_dense", "a_model_without_indexer_and_shared_experts"),
+        "bytes_in_nvfp4_are_those_that_the_quantiser_writes[tiny]",
+        *(f"bytes_equal_those_of_the_checkpoint_tables[{model}]" for model in ("tiny", "qwen3_4b", "qwen3_30b_a3b")),
+    )
+)
+LAYOUTS = tuple(
+    f"{UNIT}/planner/sizing/test_layout.py::test_{name}"
+    for name in (
+        *("no_small_layout_is_missed", "order_fits_first_then_the_shorter_update", "a_small_model_stays_whole"),
+        *("the_published_recipe_is_among_the_first_that_fit", "idle_share_of_a_pipeline"),
+        *("interleaved_stages_idle_for_less_and_send_more", "stages_are_cut_as_evenly_as_they_can_be"),
+        *("bytes_sent_in_an_update_of_the_recipe_by_hand", "rates_are_shares_of_the_hardwares_own"),
+        "the_best_layout_may_have_little_room_or_there_is_none",
+    )
+)
+SHARDED = tuple(
+    f"{UNIT}/weight_sync/test_transfer_faults.py::test_{name}"
+    for name in (
+        *("changes_bring_what_all_of_it_would_bring", "after_a_fault_or_a_new_engine_everything_comes"),
+        *("weights_that_are_not_finite_get_no_version", "members_that_end_leave_no_version[2]"),
+    )
+)
 TARGETS: dict[str, tuple[str, ...]] = {
     # What is learned.
     "algorithm/policy_gradient": tuple(f"{UNIT}/algorithm/test_{name}.py" for name in ("advantage", "equations")),
@@ -97,9 +127,49 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "training/turns": (f"{UNIT}/training/test_turns.py",),
     "weight_sync/holdings": (f"{UNIT}/weight_sync/test_holdings.py",),
     "weight_sync/letters": (f"{UNIT}/weight_sync/test_letters.py",),
+    "weight_sync/proof": (f"{UNIT}/weight_sync/test_proof.py",),
+    "weight_sync/publish": (f"{UNIT}/weight_sync/test_publish.py",),
+    "weight_sync/sharded": (f"{UNIT}/weight_sync/test_sharded.py::test_ways_between_members", *SHARDED),
     # What is planned.
+    **{
+        f"planner/sizing/{part}": tuple(f"{UNIT}/planner/sizing/test_{name}.py" for name in names)
+        for part, names in {
+            "activations": ("memory_phases", "activations_cuda"),
+            "activations_cuda": ("activations_cuda",),
+            "attention_cuda": ("activations_cuda",),
+            "capacity": ("hardware",),
+            "engine": ("engine", "hardware"),
+            "evaluation": ("evaluation",),
+            "made_model": ("made_model",),
+            "memory": ("memory", "memory_phases"),
+            "memory_phases": ("memory_phases",),
+            "routes": ("routes",),
+            "storage": ("storage",),
+            "unseen": ("unseen",),
+            "node_copy": ("node_copy",),
+            "phases": ("memory_phases",),
+        }.items()
+    },
+    "planner/sizing/layout": LAYOUTS,
+    "planner/sizing/layout_cost": LAYOUTS,
+    "planner/sizing/model_size": PARAMETERS,
     "planner/sizing/layout_choice": (f"{UNIT}/planner/sizing/test_layout_choice.py",),
     "planner/sizing/export_check": (f"{UNIT}/planner/sizing/test_export_check.py",),
+    # What a launch script of others means.
+    **{
+        f"foreign/{part}": tuple(f"{UNIT}/foreign/test_{name}.py" for name in names)
+        for part, names in {
+            **dict.fromkeys(("conversions", "engine_rows", "run_rows", "trainer_rows"), ("importing", "table")),
+            **dict.fromkeys(("importing", "model_names", "planned", "row"), ("importing",)),
+            "expression": ("expression", "importing"),
+            **dict.fromkeys(("launcher", "page", "table", "written"), ("launcher", "importing", "table")),
+            "script": ("launcher", "importing"),
+            **dict.fromkeys(
+                [f"shell{part}" for part in ("", "_calls", "_conditions", "_flow", "_state", "_tree", "_words")],
+                ("shell", "launcher"),
+            ),
+        }.items()
+    },
     # What stays on disk.
     "artifacts/placeholders": (f"{UNIT}/artifacts/test_placeholders.py",),
     "artifacts/receipts": tuple(
