@@ -36,7 +36,7 @@ def number(values: Values, name: str, default: float | None = None) -> float:
     found = literal(given[0]) if len(given) == 1 else None
     if isinstance(found, (int, float)):
         return found
-    if given or default is None:
+    if name in values or default is None:
         raise NotHere(f"it depends on {name}, which is not a known number")
     return default
 
