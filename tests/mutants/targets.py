@@ -128,7 +128,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "weight_sync/holdings": (f"{UNIT}/weight_sync/test_holdings.py",),
     "weight_sync/letters": (f"{UNIT}/weight_sync/test_letters.py",),
     "weight_sync/proof": (f"{UNIT}/weight_sync/test_proof.py",),
-    "weight_sync/publish": (f"{UNIT}/weight_sync/test_publish.py",),
+    "weight_sync/publish": (f"{UNIT}/weight_sync/test_publish.py", SHARDED[1]),
     "weight_sync/sharded": (f"{UNIT}/weight_sync/test_sharded.py::test_ways_between_members", *SHARDED),
     # What is planned.
     **{
@@ -159,14 +159,18 @@ TARGETS: dict[str, tuple[str, ...]] = {
     **{
         f"foreign/{part}": tuple(f"{UNIT}/foreign/test_{name}.py" for name in names)
         for part, names in {
-            **dict.fromkeys(("conversions", "engine_rows", "run_rows", "trainer_rows"), ("importing", "table")),
-            **dict.fromkeys(("importing", "model_names", "planned", "row"), ("importing",)),
-            "expression": ("expression", "importing"),
-            **dict.fromkeys(("launcher", "page", "table", "written"), ("launcher", "importing", "table")),
-            "script": ("launcher", "importing"),
+            "conversions": ("conversions",),
+            **dict.fromkeys(("engine_rows", "run_rows", "trainer_rows"), ("table", "importing")),
+            "importing": ("importing",),
+            **dict.fromkeys(("model_names", "written"), ("written",)),
+            **dict.fromkeys(("planned", "row"), ("row",)),
+            "expression": ("expression", "launcher"),
+            "launcher": ("launcher",),
+            **dict.fromkeys(("page", "table"), ("table",)),
+            "script": ("shell", "launcher"),
             **dict.fromkeys(
                 [f"shell{part}" for part in ("", "_calls", "_conditions", "_flow", "_state", "_tree", "_words")],
-                ("shell", "launcher"),
+                ("shell",),
             ),
         }.items()
     },

@@ -34,8 +34,8 @@ def trainer(checkpoint, make_policy):
 
 
 @contextmanager
-def publishing(checkpoint, trainer, strategy="block", fp8=True, secret=SECRET):
-    """Yield the engine's weights, the client, and what publishes a version."""
+def publishing(checkpoint, trainer, strategy="block", fp8=True, secret=SECRET, num_engines=1):
+    """Yield the last engine's weights, the client, and what publishes a version."""
     from posttrain.megatron_backend.served_values import ServedValues
     from posttrain.weight_sync.holdings import Holdings
     from posttrain.weight_sync.proof import WeightProof
@@ -47,19 +47,20 @@ def publishing(checkpoint, trainer, strategy="block", fp8=True, secret=SECRET):
     config = dataclasses.replace(policy.config, rollout=rollout, quantize=quantize)
     folder = checkpoint[0]
     with asyncio.Runner() as runner:
-        started = engine(folder)
-        server, worker = runner.run(started.__aenter__())
-        client = EngineClient([str(server.make_url("/"))], SECRET, 30)
+        started = [engine(folder) for _ in range(num_engines)]
+        servers, workers = zip(*(runner.run(each.__aenter__()) for each in started), strict=True)
+        client = EngineClient([str(server.make_url("/")) for server in servers], SECRET, 30)
         runner.run(client.__aenter__())
         values = ServedValues(weights, served_format(config))
         holdings = Holdings(values, client, runner)
         proof = WeightProof(holdings, secret)
         publisher = WeightPublisher(config, holdings, folder / "none", folder, proof)
         try:
-            yield worker._model, client, publisher, proof, runner
+            yield workers[-1]._model, client, publisher, proof, runner
         finally:
             runner.run(client.__aexit__(None, None, None))
-            runner.run(started.__aexit__(None, None, None))
+            for each in started:
+                runner.run(each.__aexit__(None, None, None))
 
 
 @pytest.mark.parametrize(("strategy", "fp8"), [("block", True), ("channel", True), ("tensor", True), ("block", False)])
@@ -98,6 +99,23 @@ def test_an_engine_that_holds_something_else_is_named(checkpoint, trainer, way) 
             proof.check(1)
 
 
+def test_of_several_engines_the_one_that_holds_something_else_is_named(checkpoint, trainer) -> None:
+    with publishing(checkpoint, trainer, num_engines=2) as (model, _, publisher, proof, _):
+        publisher.publish(1)
+        with torch.no_grad():
+            views_by_hub_name(dict(model.named_parameters()))[GATE].mul_(2)
+        with pytest.raises(RuntimeError, match=rf"\(engine 1: {re.escape(GATE)}\)"):
+            proof.check(1)
+
+
+def test_what_is_digested_at_a_time_has_so_many_bytes() -> None:
+    from posttrain.weight_sync.proof import _up_to
+
+    made = iter([(number, torch.zeros(2), (0, 0)) for number in range(5)])
+    batches = [[number for number, *_ in _up_to(16, made)] for _ in range(4)]
+    assert batches == [[0, 1], [2, 3], [4], []]
+
+
 def test_an_engine_that_holds_something_else_at_the_end_of_a_rollout_is_named(checkpoint, trainer) -> None:
     with publishing(checkpoint, trainer) as (model, _, publisher, _, _):
         publisher.prove_again()  # of nothing: no version was published
@@ -117,7 +135,8 @@ def test_an_engine_that_is_another_process_at_the_end_of_a_rollout_is_told_from_
         with torch.no_grad():
             views_by_hub_name(dict(model.named_parameters()))[GATE].mul_(2)
         runner.run(client.call_all("POST", "/update_weight_version", {"new_version": "default"}))
-        with pytest.raises(RuntimeError, match="engine 0: it serves version default: it was started again"):
+        told = r"\(engine 0: it serves version default: it was started again, or somebody else has updated it\)"
+        with pytest.raises(RuntimeError, match=told):
             publisher.prove_again()
 
 

@@ -82,6 +82,7 @@ class Engine:
             given = Path(body["model_path"])
             self.names += [name for name in CheckpointReader(given).names if CheckpointReader(given).tensor(name).any()]
             self.files, self.version = sorted(path.name for path in given.iterdir()), body["weight_version"]
+            assert [path.name for path in given.parent.iterdir()] == ["version_000004"], "what was left there is gone"
         return web.json_response({"success": True, "weight_version": self.version})
 
 
