@@ -33,6 +33,7 @@ import contextlib, gc, io, json, os, resource, signal, sys
 sys.path.insert(0, sys.argv[1])
 import pytest, _pytest.assertion.rewrite
 import numpy, torch, safetensors.torch, transformers, psutil, aiohttp, omegaconf, xxhash, hypothesis
+import sympy, latex2sympy2_extended, httpx2, reasoning_gym, datasets
 import megatron.core, megatron.core.optimizer, megatron.core.models.gpt, megatron.core.distributed
 import megatron.core.pipeline_parallel, megatron.core.dist_checkpointing
 class KillersFirst:

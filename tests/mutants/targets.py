@@ -10,6 +10,16 @@ FUNCTIONS = {
         *("update_weights_from_disk", "_close_abandoned_update"),
     },
 }
+# Without those of large files and of every family.
+EXPORT = (
+    *("the_parts_know_the_hash_of_what_they_wrote", "trained_weights_replace_and_the_rest_is_the_origins"),
+    *("each_tensor_is_in_one_part_whatever_their_number", "there_and_back_is_the_same_folder_byte_by_byte"),
+    *("every_copy_has_the_trained_value", "what_an_mtp_layer_has_of_its_own_stays_where_it_is_no_copy"),
+    *("missing_weights_are_all_named", "half_an_mtp_layer_is_refused", "a_folder_of_somebody_elses_is_left_alone"),
+    *("a_weight_of_another_shape_is_named_with_both", "our_own_folder_whose_receipt_was_not_written_yet_is_ours"),
+    *("a_truncated_checkpoint_is_refused_before_anything_is_written", "a_receipt_names_the_checkpoint_or_is_about_it"),
+    *("the_hash_is_that_of_its_definition", "the_hash_ignores_shards_and_sees_every_bit"),
+)
 ANSWERS = (
     *(f"{UNIT}/reward/test_{name}.py" for name in ("mathematics", "grade", "limits")),
     f"{UNIT}/reward/test_verdicts.py::test_the_table_is_graded_as_it_says",
@@ -75,10 +85,12 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "batching/packed_batch": (f"{UNIT}/batching/test_packed_batch.py",),
     "engines/sampling_seed": (f"{UNIT}/engines/test_sampling_seed.py",),
     "engines/client": (f"{UNIT}/engines/test_client.py",),
+    "rollout/answers": (f"{UNIT}/rollout/test_answers.py",),
     "rollout/coordinator": (f"{UNIT}/rollout/test_coordinator.py",),
     "rollout/given": (f"{UNIT}/rollout/test_given.py",),
     "rollout/persisted": (f"{UNIT}/rollout/test_persisted.py",),
     "rollout/sharing": (f"{UNIT}/rollout/test_sharing.py",),
+    "rollout/source": (f"{UNIT}/rollout/test_source.py",),
     "megatron_backend/train_step": (
         f"{UNIT}/megatron_backend/test_train_step.py",
         # What only several ranks show.
@@ -109,7 +121,13 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "reward/job": (f"{UNIT}/reward/test_job.py",),
     "reward/own": (f"{UNIT}/reward/test_own.py",),
     "reward/process_state": (f"{UNIT}/reward/test_process_state.py",),
-    "reward/service": (f"{UNIT}/reward/test_network.py",),
+    "reward/address_check": (f"{UNIT}/reward/test_address_check.py",),
+    "reward/grade": (f"{UNIT}/reward/test_grade.py", f"{UNIT}/reward/test_task.py"),
+    "reward/judge": (f"{UNIT}/reward/test_judge.py", f"{UNIT}/reward/test_address_check.py"),
+    "reward/network": (f"{UNIT}/reward/test_network.py",),
+    "reward/service": (f"{UNIT}/reward/test_network.py", f"{UNIT}/reward/test_address_check.py"),
+    "reward/task": (f"{UNIT}/reward/test_task.py",),
+    "reward/worker": (f"{UNIT}/reward/test_worker.py",),
     "http_answers": tuple(
         f"{UNIT}/test_http_answers.py::{name}"
         for name in (
@@ -118,8 +136,14 @@ TARGETS: dict[str, tuple[str, ...]] = {
         )
     ),
     "launch/served": (f"{UNIT}/launch/test_served.py",),
-    "reward/scoring": (f"{UNIT}/reward/test_scoring.py",),
+    "reward/scoring": (
+        f"{UNIT}/reward/test_scoring.py",
+        f"{UNIT}/reward/test_network.py::test_a_service_is_a_term_of_the_reward_like_any_other",
+        f"{UNIT}/reward/test_judge.py::test_a_judge_is_a_term_of_the_reward_like_any_other",
+        f"{UNIT}/reward/test_judge.py::test_a_prompt_that_changed_after_planning_is_not_asked",
+    ),
     "training/lessons": (f"{UNIT}/training/test_lessons.py",),
+    "config/optimizer": (f"{UNIT}/config/test_optimizer.py",),
     "config/overrides": (f"{UNIT}/config/test_overrides.py",),
     "config/strict_yaml": (f"{UNIT}/config/test_strict_yaml.py",),
     "config/suites": (f"{UNIT}/config/test_suites.py",),
@@ -187,6 +211,10 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "artifacts/durable": (f"{UNIT}/artifacts/test_durable.py", f"{UNIT}/artifacts/test_temporaries.py"),
     "artifacts/garbage": (f"{UNIT}/artifacts/test_garbage.py", f"{UNIT}/artifacts/test_references.py"),
     "training/checkpoints": (f"{UNIT}/training/test_checkpoints.py",),
+    "checkpoint/export": tuple(f"{UNIT}/checkpoint/test_export.py::test_{name}" for name in EXPORT),
+    "checkpoint/formats/as_transformers": (f"{UNIT}/checkpoint/formats/test_as_transformers.py",),
+    "checkpoint/formats/patched_copy": (f"{UNIT}/checkpoint/formats/test_patched_copy.py",),
+    "checkpoint/formats/tokenizer_files": (f"{UNIT}/checkpoint/formats/test_patched_copy.py",),
     "checkpoint/quantization/fp8": tuple(
         f"{UNIT}/checkpoint/quantization/test_{name}.py" for name in ("fp8", "fp8_format")
     ),

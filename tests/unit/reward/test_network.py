@@ -165,6 +165,7 @@ def test_a_server_that_asks_for_more_patience_than_there_is_is_not_waited_for() 
         ("[NaN]", "expected a finite number"),
         ("[1e999]", "expected a finite number"),
         (f"[1{'0' * 400}]", "expected a finite number"),
+        ("[1e39]", "a score of 1e+39 for the response 'four'; expected None or a number between"),
         ("[true]", "expected a finite number"),
         ('["1"]', "expected a finite number"),
         ('[{"length": 1}]', "with a score"),

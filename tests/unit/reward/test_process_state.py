@@ -17,13 +17,18 @@ import pytest
 from posttrain.reward.process_state import ProcessState
 
 
-def left_by(leave: Callable[[], object], probe: Callable[[], object] = lambda: "") -> str:
+def left_by(
+    leave: Callable[[], object],
+    probe: Callable[[], object] = lambda: "",
+    before: Callable[[], object] = lambda: None,
+) -> str:
     """Return what cannot be put back in a process after something was done to it, or else what is seen there."""
     ours, theirs = os.pipe()
     child = os.fork()
     if child == 0:
         try:
             sys.stdin, sys.stdout, sys.stderr = (os.fdopen(number, mode) for number, mode in enumerate("rww"))
+            before()
             state = ProcessState.now()
             leave()
             os.write(theirs, (state.restore() or str(probe()) or "nothing").encode())
@@ -50,12 +55,27 @@ def keep_files(count: int) -> None:
         (lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN), "nothing"),
         (lambda: keep_files(64), "nothing"),
         (lambda: keep_files(65), "65 open files"),
-        (lambda: threading.Thread(target=time.sleep, args=(60,)).start(), "1 running threads"),
+        (lambda: sleep_in_a_thread(), "1 running threads"),
         (lambda: sys.stdout.close(), "a state that cannot be put back (ValueError: sys.stdout is closed)"),
     ],
 )
 def test_what_is_left(leave: Callable[[], object], left: str) -> None:
     assert left_by(leave) == left
+
+
+def sleep_in_a_thread() -> None:
+    threading.Thread(target=time.sleep, args=(60,)).start()
+
+
+def test_what_was_there_before_is_not_left() -> None:
+    assert left_by(lambda: None, before=sleep_in_a_thread) == "nothing"
+    assert left_by(sleep_in_a_thread, before=sleep_in_a_thread) == "1 running threads"
+    assert left_by(lambda: keep_files(65), before=lambda: keep_files(65)) == "65 open files"
+
+
+def test_a_look_at_the_state_leaves_the_mask_of_new_files() -> None:
+    seen: list[int] = []
+    assert left_by(lambda: seen.append(os.umask(0)), lambda: seen, lambda: os.umask(0o027)) == str([0o027])
 
 
 def open_elsewhere(number: int) -> None:

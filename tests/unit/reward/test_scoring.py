@@ -124,6 +124,13 @@ def test_a_format_that_takes_exponential_time_is_refused(score) -> None:
         score("format", answers("a"), more="reward.format_pattern=(a+)+b")
 
 
+def test_labels_are_held_against_graders_that_need_them_and_cost_no_request(pool: GraderPool) -> None:
+    words = "data.reward=exact_match+length+far reward.services.far.url=http://127.0.0.1:9/score"
+    config = resolve({"model": "tiny", "site": "local", "set": words}, CONFIG).config
+    scorer = Scorer(config, pool)
+    assert [scorer.needs_label(term) for term in scorer.terms[""]] == [True, False, False]
+
+
 def test_how_many_may_fail() -> None:
     check_failures(["", "math: deadline: late"], 0.5)
     with pytest.raises(RuntimeError, match=r"failed for 1 of 2 responses(?s:.*)math: deadline: late"):
