@@ -139,7 +139,7 @@ def merged(calls: Sequence[Sequence[Word]]) -> Script:
             differs = any(other is None or other.values != given.values for other in others)
             why = next((other.why for other in others if other and other.why), "")
             if differs and not why:
-                places = sorted({given.place for other in others if other})
+                places = sorted({other.place for other in others if other})
                 why = f"the script starts the training more than once, with other flags: {', '.join(places)}"
             flags.setdefault(name, replace(given, why=why))
     return Script(flags, tuple(dict.fromkeys(given for script in scripts for given in script.unread)))
