@@ -276,6 +276,19 @@ def test_changes_bring_what_all_of_it_would_bring(trainer, share: float) -> None
             assert sent - tellings <= whole
 
 
+def test_each_shard_is_made_once_in_an_update_and_digested_on_the_way(trainer) -> None:
+    with asyncio.Runner() as runner:
+        transfers = Transfers(*trainer, runner)
+        proof, values, made, begun = transfers.publisher._proof, transfers.transfer._values, [], []
+        parts = values.parts
+        values.parts = lambda shard, *more: made.append((id(shard), more[1])) or parts(shard, *more)
+        sent = transfers.transfer.send(9, begin_digests=lambda: begun.append(proof.begin(9)) or begun[0])
+        assert len(made) == len(set(made)) > 0
+        assert [sent] == begun
+        proof.check(9, sent)
+        assert len(made) == len(set(made)), "nothing is made anew to be proven"
+
+
 def test_after_a_fault_or_a_new_engine_everything_comes(trainer) -> None:
     with asyncio.Runner() as runner:
         whole = Transfers(*trainer, runner).num_sent()
