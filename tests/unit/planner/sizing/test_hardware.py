@@ -103,7 +103,21 @@ def test_declared_capacities_are_checked(resolved):
     config = resolved("glm5", set=tight).config
     problems = {problem.key: problem for problem in check_declared(config, needed, 1025.0)}
     assert list(problems) == ["site.shared_disk_gb", "site.local_disk_gb", "site.host_memory_gib"]
-    assert f"{needed.shared_bytes / 1e9:,.1f} GB" in problems["site.shared_disk_gb"].allowed
+    told = {
+        "site.shared_disk_gb": (
+            "30,000 GB",
+            f"{needed.shared_bytes / 10**9:,.1f} GB",
+            "lower trainer.keep_checkpoints",
+        ),
+        "site.local_disk_gb": ("1,500 GB", f"{needed.node_local_bytes / 10**9:,.1f} GB", "use nodes with larger disks"),
+        "site.host_memory_gib": ("1,024 GiB", "1,025.0 GiB", "use more nodes"),
+    }
+    for key, (value, least, remedy) in told.items():
+        assert problems[key].value == value
+        assert problems[key].allowed == f"at least {least}, which the plan needs"
+        assert problems[key].remedy.startswith(remedy)
+    least = resolved("glm5", set="site.host_memory_gib=1").config
+    assert [problem.value for problem in check_declared(least, needed, 1025.0)] == ["1 GiB"], "0 alone declares nothing"
     ample = resolved("glm5", set="site.shared_disk_gb=40000 site.local_disk_gb=3000 site.host_memory_gib=1024").config
     assert not list(check_declared(ample, needed, 1024.0))
 

@@ -54,3 +54,15 @@ def test_a_model_without_indexer_has_state_for_all_it_trains(resolved):
     config = resolved("qwen3_4b").config
     parameters = count_parameters(model_weights(config.model.architecture))
     assert storage(config).training_checkpoint == 14 * parameters
+
+
+def test_what_lies_on_shared_storage_is_the_sum_of_its_parts(resolved):
+    drafting = storage(resolved("glm5", set="evaluation.precision=source engine.mtp_steps=2").config)
+    assert drafting.rollout_start > 0
+    assert drafting.store_bytes == 2 * drafting.hf + drafting.rollout_start
+    kept = storage(resolved("glm5", set="algorithm.routing_replay=true trainer.keep_checkpoints=4").config)
+    assert kept.kept_routes > 0
+    assert kept.run_bytes == 5 * kept.training_checkpoint + kept.hf + kept.kept_routes
+    assert kept.shared_bytes == kept.store_bytes + kept.run_bytes
+    in_bf16 = storage(resolved("glm5", set="rollout.fp8=false engine.mtp_steps=2").config)
+    assert (in_bf16.rollout_fp8, in_bf16.rollout_start, in_bf16.export_fp8) == (0, 0, 0)

@@ -7,6 +7,7 @@ from posttrain.config.load import Resolved
 from posttrain.forecast.plan import build_plan
 from posttrain.planner.problems import find_problems, find_warnings
 from posttrain.planner.resolve import resolve
+from posttrain.planner.sizing.assumptions import ASSUMPTIONS
 from posttrain.planner.sizing.memory_phases import phase_memory
 from posttrain.planner.sizing.unseen import uncertainty_gib, unseen_terms
 
@@ -25,6 +26,30 @@ def test_the_terms_are_what_the_plan_reserves():
         assert all(term.least <= term.gib <= term.most and "#" in term.source for term in terms)
         assert phase_memory(config)[0].gpu["reserve"] == pytest.approx(sum(term.gib for term in terms))
     assert unseen_terms(config_of("tiny", hardware="cpu")) == []
+
+
+def test_what_was_reported_of_each_term():
+    """Of a process, with DeepEP; two processes share a GPU where engines have none of their own."""
+    counted = dataclasses.replace(ASSUMPTIONS, cuda_context=0.75, nccl=2.0, deepep=1.0)
+    for words, processes in (("", 2), ("engine.own_nodes=1", 1)):
+        terms = unseen_terms(config_of("glm5_4layer", nodes=2, set=words), counted)
+        assert [(term.gib, term.least, term.most) for term in terms] == [
+            (processes * 0.75, processes * 0.3, processes * 1.0),
+            (2.0, 0.5, 5.6),
+            (1.0, 0.5, 2.8),
+        ]
+    given = unseen_terms(config_of("qwen3_4b", recipe="sft"), counted)
+    assert [term.gib for term in given] == [0.75, 2.0]
+    without = unseen_terms(config_of("glm5_4layer", set="trainer.deepep=false"), counted)
+    assert [term.name for term in without] == ["CUDA contexts and loaded kernels", "communicators of NCCL"]
+    more = unseen_terms(config_of("qwen3_4b"), dataclasses.replace(counted, nccl=7.0))
+    assert (more[1].gib, more[1].most) == (7.0, 7.0)
+
+
+def test_how_much_more_it_may_be_is_a_sum():
+    config = config_of("qwen3_4b")
+    contexts, nccl = ASSUMPTIONS.cuda_context, ASSUMPTIONS.nccl
+    assert uncertainty_gib(config) == pytest.approx(2 * max(0, 1 - contexts) + max(0, 5.6 - nccl))
 
 
 def test_nothing_is_said_to_fit_within_what_is_not_known():
