@@ -175,7 +175,6 @@ TARGETS: dict[str, tuple[str, ...]] = {
             "storage": ("storage",),
             "unseen": ("unseen",),
             "node_copy": ("node_copy",),
-            "phases": ("memory_phases",),
         }.items()
     },
     "planner/sizing/layout": LAYOUTS,
@@ -194,7 +193,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
             **dict.fromkeys(("planned", "row"), ("row",)),
             "expression": ("expression",),
             "launcher": ("launcher",),
-            **dict.fromkeys(("page", "table"), ("table",)),
+            "page": ("table",),
             "script": ("script",),
             **dict.fromkeys(
                 [f"shell{part}" for part in ("", "_calls", "_conditions", "_flow", "_state", "_tree", "_words")],

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -61,6 +63,17 @@ def test_what_it_says_of_the_planner_is_so():
 def test_the_pages_are_printed_from_it(page):
     text = (DOCS / page).read_text(encoding="utf-8")
     assert with_tables(text) == text, "python -m posttrain.foreign.page docs/flags.md docs/coming-from.md"
+
+
+def test_pages_are_written_anew_in_their_place(tmp_path):
+    pages = [tmp_path / "flags.md", tmp_path / "coming-from.md"]
+    for page in pages:
+        lines = (DOCS / page.name).read_text(encoding="utf-8").splitlines(keepends=True)
+        page.write_text("".join(line for line in lines if not line.startswith("| `--lr")), encoding="utf-8")
+    subprocess.run([sys.executable, "-m", "posttrain.foreign.page", *pages], check=True)
+    assert [page.read_text(encoding="utf-8") for page in pages] == [
+        (DOCS / page.name).read_text(encoding="utf-8") for page in pages
+    ]
 
 
 def test_every_key_that_the_page_for_newcomers_names_exists():

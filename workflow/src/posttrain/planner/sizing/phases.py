@@ -27,22 +27,18 @@ class Phase:
     awake: frozenset[str]
 
 
-def _phase(name: str, *awake: str) -> Phase:
-    return Phase(name, frozenset(awake))
-
-
 # Between two phases, when one model has gone to sleep and the other has not woken up; host memory is at its fullest.
-ASLEEP = _phase("asleep")
+ASLEEP = Phase("asleep", frozenset())
 EVERYTHING = frozenset((ENGINE_WEIGHTS, ENGINE_CACHE, TRAINER, OPTIMIZER))
 PHASES = {
     phase.name: phase
     for phase in (
-        _phase("rollout", ENGINE_WEIGHTS, ENGINE_CACHE),
-        _phase("save"),  # what is written lies on the host
-        _phase("old_logprobs", TRAINER),
-        _phase("mismatch", TRAINER),
-        _phase("train", TRAINER, OPTIMIZER),
-        _phase("weight_sync", ENGINE_WEIGHTS, TRAINER),
+        Phase("rollout", frozenset({ENGINE_WEIGHTS, ENGINE_CACHE})),
+        Phase("save", frozenset()),  # what is written lies on the host
+        Phase("old_logprobs", frozenset({TRAINER})),
+        Phase("mismatch", frozenset({TRAINER})),
+        Phase("train", frozenset({TRAINER, OPTIMIZER})),
+        Phase("weight_sync", frozenset({ENGINE_WEIGHTS, TRAINER})),
     )
 }
 
