@@ -55,7 +55,7 @@ LAYOUTS = tuple(
         *("the_published_recipe_is_among_the_first_that_fit", "idle_share_of_a_pipeline"),
         *("interleaved_stages_idle_for_less_and_send_more", "stages_are_cut_as_evenly_as_they_can_be"),
         *("bytes_sent_in_an_update_of_the_recipe_by_hand", "rates_are_shares_of_the_hardwares_own"),
-        "the_best_layout_may_have_little_room_or_there_is_none",
+        *("the_best_layout_may_have_little_room_or_there_is_none", "the_last_stage_may_have_a_single_layer"),
     )
 )
 SHARDED = tuple(
@@ -178,7 +178,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         }.items()
     },
     "planner/sizing/layout": LAYOUTS,
-    "planner/sizing/layout_cost": LAYOUTS,
+    "planner/sizing/layout_cost": (f"{UNIT}/planner/sizing/test_layout_cost.py", *LAYOUTS[3:5], LAYOUTS[8]),
     "planner/sizing/model_size": PARAMETERS,
     "planner/sizing/layout_choice": (f"{UNIT}/planner/sizing/test_layout_choice.py",),
     "planner/sizing/export_check": (f"{UNIT}/planner/sizing/test_export_check.py",),

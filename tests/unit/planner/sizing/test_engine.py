@@ -104,3 +104,35 @@ def test_the_embedded_engine_dequantises_and_has_no_pool(resolved):
     served = engine_memory(resolved("tiny").config)
     assert served.weights_gib_per_gpu == 4 * (292_352 + 3 * 8) / GIB
     assert served.kv_tokens is None
+
+
+def test_an_engine_that_only_prefills_has_memory_of_its_own(resolved):
+    config = resolved("glm5", set="engine.pd.num_prefill_engines=1 engine.pd.gpus_per_prefill_engine=16").config
+    arch, served = config.model.architecture, engine_memory(config)
+    for memory, gpus in ((served, config.engine.gpus_per_engine), (served.prefill, 16)):
+        weights = weights_bytes_per_gpu(arch, gpus, "fp8", memory.attention) / GIB
+        assert memory.weights_gib_per_gpu == weights
+        assert memory.kv_gib_per_gpu == pytest.approx(0.7 * 140.4 - weights)
+    assert served.prefill.prefill is None
+    both = resolved("glm5", set="engine.pd.num_prefill_engines=0").config
+    assert engine_memory(both).prefill is None
+    assert engine_memory(both).kv_tokens == engine_memory(both).kv_tokens_per_gpu * both.engine.gpus_per_engine
+
+
+@pytest.mark.parametrize(("words", "bytes_per_weight"), [("", 1), ("rollout.fp8=false", 2)])
+def test_sglang_keeps_the_precision_that_it_is_sent(resolved, words, bytes_per_weight):
+    config = resolved("qwen3_4b", set=words).config
+    gib = engine_memory(config).weights_gib_per_gpu
+    exact = weights_bytes_per_gpu(
+        config.model.architecture, config.engine.gpus_per_engine, ("fp8", "bf16")[bytes_per_weight - 1],
+        "tensor_parallel",
+    )  # fmt: skip
+    assert gib == exact / GIB
+
+
+def test_a_model_without_an_indexer_caches_latents_alone(resolved):
+    arch = resolved("moonlight").config.model.architecture
+    assert kv_bytes_per_token(arch) == 27 * (512 + 64) * 2
+    # An FP32 scale for each 128 of the latent, the last of them of fewer.
+    odd = dataclasses.replace(arch, kv_lora_rank=513)
+    assert kv_bytes_per_token(odd, kv_format="fp8") == 27 * (513 + 4 * 5 + 128)

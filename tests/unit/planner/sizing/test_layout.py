@@ -147,6 +147,14 @@ def test_stages_are_cut_as_evenly_as_they_can_be(resolved):
     assert cuts[8] == (10,) * 7 + (8,)
 
 
+def test_the_last_stage_may_have_a_single_layer(resolved):
+    config = dataclasses.replace(resolved("tiny").config, nodes=4)
+    arch = dataclasses.replace(config.model.architecture, num_hidden_layers=7, first_k_dense_replace=1)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, architecture=arch))
+    cuts = {p.parallel.pipeline_model_parallel_size: p.layers_per_stage for p in propose_layouts(config)}
+    assert cuts == {1: (7,), 2: (4, 3), 4: (2, 2, 2, 1)}
+
+
 def test_rates_are_shares_of_the_hardwares_own(resolved):
     h200, b200 = (Rates.of(resolved("glm5", hardware=name).config.hardware) for name in ("h200", "b200"))
     assert (h200.flops, h200.node_link, h200.network) == (0.4 * 989.5e12, 2 / 3 * 450e9, 0.8 * 50e9)
