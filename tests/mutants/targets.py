@@ -162,7 +162,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     **{
         f"planner/sizing/{part}": tuple(f"{UNIT}/planner/sizing/test_{name}.py" for name in names)
         for part, names in {
-            "activations": ("memory_phases", "activations_cuda"),
+            "activations": ("activations", "memory_phases"),
             "activations_cuda": ("activations_cuda",),
             "attention_cuda": ("activations_cuda",),
             "capacity": ("hardware",),
