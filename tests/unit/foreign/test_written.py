@@ -20,7 +20,13 @@ def test_values_stand_in_the_schemas_order_with_their_flags() -> None:
     found = Imported(
         {"model": "tiny", "nodes": 2, "hardware": "h200", "site": "local"},
         implied=("site", "nodes"),
-        values={"optimizer.lr": 1e-6, "optimizer.beta2": 0.95, "engine.own_nodes": 1, "algorithm.clip": "dual"},
+        values={
+            "optimizer.lr": 1e-6,
+            "optimizer.beta2": 0.95,
+            "engine.own_nodes": 1,
+            "algorithm.loss_aggregation": "token_mean",
+            "engine.pd.num_prefill_engines": 2,
+        },
         sources={"optimizer.lr": ["--lr 1e-6 (run.sh:3)", "--other"]},
     )
     text = render(found, "run\n.sh")
@@ -28,8 +34,8 @@ def test_values_stand_in_the_schemas_order_with_their_flags() -> None:
         "model": "tiny",
         "nodes": 2,
         "hardware": "h200",
-        "engine": {"own_nodes": 1},
-        "algorithm": {"clip": "dual"},
+        "engine": {"own_nodes": 1, "pd": {"num_prefill_engines": 2}},
+        "algorithm": {"loss_aggregation": "token_mean"},
         "optimizer": {"lr": 1e-6, "beta2": 0.95},
     }
     head, body = text.split("docs/coming-from.md, what is different here.\n")
@@ -38,6 +44,8 @@ def test_values_stand_in_the_schemas_order_with_their_flags() -> None:
     assert "  lr: 1.0e-06  # --lr 1e-6 (run.sh:3); --other" in lines
     assert "  beta2: 0.95" in lines
     assert lines.index("optimizer:") < lines.index("  lr: 1.0e-06  # --lr 1e-6 (run.sh:3); --other")
+    assert "\n\nengine:\n" in text, "a section stands apart"
+    assert "\n  pd:\n    num_prefill_engines: 2\n" in text
     assert "Not taken over" not in text
     assert text.endswith("\n")
 
@@ -82,6 +90,7 @@ def test_the_checkpoint_names_a_model(folder: str, model: str) -> None:
         (named("/x/Qwen3-5B"), "'Qwen3-5B' (run.sh:7)", "beside the script: did you mean 'qwen3_4b'?"),
         (named("/x/Zzzzzz"), "'Zzzzzz' (run.sh:7)", "beside the script"),
         (named(), "not given", "beside the script"),
+        (named(""), "not given", "beside the script"),
     ],
 )
 def test_another_one_is_told_with_those_that_are_known(script: Script, value: str, remedy: str) -> None:
