@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from posttrain.foreign.expression import Piece, Text, Unknown, called, constant, folded, literal, text_of, whole_number
-from posttrain.foreign.script import MOST_CHARACTERS, MOST_WORDS
 
 
 def value_of(text: str) -> Any:
@@ -69,6 +68,8 @@ def test_expressions_are_what_python_makes_of_them(text: str) -> None:
         ("[0] * 10001", "it is too long"),
         ("[0] * 10000 + [0]", "it is too large"),
         ("[[1]]", "it is a list of lists"),
+        ("[1, [2]]", "it is a list of lists"),
+        ("'a' * 10 ** 15", "it is computed when the launcher runs"),
         ("7 @ 2", "it is computed when the launcher runs"),
         ("7 + 'a'", "it is computed when the launcher runs"),
         ("'a' * 7", "it is computed when the launcher runs"),
@@ -93,11 +94,11 @@ def test_an_operand_that_decides_hides_one_that_is_not_known() -> None:
 
 
 def test_lists_have_as_many_words_as_flags_and_no_more() -> None:
-    assert value_of(f"[0] * {MOST_WORDS}") == [0] * MOST_WORDS
-    assert text_of([Piece("a", 1, 1)] * MOST_WORDS) == Text((Piece("a", 1, 1),) * MOST_WORDS)
-    assert text_of([Piece("a", 1, 1)] * (MOST_WORDS + 1)) == Unknown("it is too long")
-    assert isinstance(text_of([Piece("a" * MOST_CHARACTERS, 1, 1)]), Text)
-    assert text_of([Piece("a" * MOST_CHARACTERS, 1, 1), Piece("b", 1, 1)]) == Unknown("it is too long")
+    assert value_of(f"[0] * {10_000}") == [0] * 10_000
+    assert text_of([Piece("a", 1, 1)] * 10_000) == Text((Piece("a", 1, 1),) * 10_000)
+    assert text_of([Piece("a", 1, 1)] * (10_000 + 1)) == Unknown("it is too long")
+    assert isinstance(text_of([Piece("a" * 65_536, 1, 1)]), Text)
+    assert text_of([Piece("a" * 65_536, 1, 1), Piece("b", 1, 1)]) == Unknown("it is too long")
 
 
 def test_functions_of_plain_values() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from posttrain.errors import ConfigError
 from posttrain.foreign.launcher import read_launcher
-from posttrain.foreign.script import Script
+from posttrain.foreign.script import Given, Script
 
 HEAD = """
 from dataclasses import dataclass
@@ -79,6 +79,9 @@ def test_values_follow_from_constants(tmp_path: Path, body: str, value: str) -> 
         ("text += f'--flag {open(args.name).read()}'", "is computed when the launcher runs"),
         ("text += f'--flag {args.inner.gpus}'", "is computed when the launcher runs"),
         ("text += f'--flag {args.num_nodes or 3}'", "num_nodes is given when the launcher is called"),
+        ("match args.name:\n    case Kind.A:\n        text += '--flag 1'", "it depends on `match args.name`"),
+        ("match args.name:\n    case str():\n        text += '--flag 1'", "it depends on `match args.name`"),
+        ("text += f'--flag {\" \".join([args.num_nodes])}'", "it is computed when the launcher runs"),
         ("match args.num_nodes:\n    case 1:\n        text += '--flag 1'", "it depends on `match args.num_nodes`"),
         ("if args.num_nodes > 2:\n    text += '--flag 1'", "it depends on `args.num_nodes > 2`"),
         ("x = 1\nfor x in range(3):\n    pass\ntext += f'--flag {x}'", "sets it"),
@@ -112,6 +115,13 @@ def test_what_is_among_the_flags_and_not_known_is_told(tmp_path: Path) -> None:
         ("{extra_args}", "run.py:17"),
     ]
     assert script.flags["--switch"].values == ()
+
+
+def test_a_part_that_is_not_known_is_one_word_as_it_is_spelled(tmp_path: Path) -> None:
+    script = read(tmp_path, "text = '--flag ' + tools.get(args, 1) + ' --other 2'")
+    given = script.flags["--flag"]
+    assert (given.values, given.why) == (("{tools.get(args,1)}",), "the script does not set args")
+    assert script.flags["--other"] == Given("--other", ("2",), "run.py:17")
 
 
 def test_a_flag_has_its_own_line_although_python_joins_texts(tmp_path: Path) -> None:

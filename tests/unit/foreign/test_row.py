@@ -54,6 +54,8 @@ def test_values_are_compared_as_what_they_are(text: Any, plain: Any) -> None:
         ((), [True], ""),
         ((), [False], "name is False here: note"),
         (("false",), [None], ""),
+        (("false",), [True], "name is True here: note"),
+        (("true",), [0], "name is 0 here: note"),
         (("0",), None, ""),
         (("1",), None, "name is None here: note"),
         (("nsa",), ["dsa"], ""),

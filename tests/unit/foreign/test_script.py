@@ -51,6 +51,8 @@ def test_a_value_belongs_to_the_flag_before_one_that_may_be_missing() -> None:
         "--b": "branch b",
         "--c": "branch c",
     }
+    one = flags_of(words("--a 1 --b 2", **{"--b": "branch"}))
+    assert {name: given.why for name, given in one.flags.items()} == {"--a": "branch", "--b": "branch"}
     # With its flag a value is missing, too.
     known = flags_of(words("--a 1 --b 2", **{"--b": "branch", "2": "branch"}))
     assert known.flags["--a"].why == ""
@@ -116,8 +118,9 @@ def test_a_script_may_be_so_long(tmp_path: Path) -> None:
     assert read_text(path).startswith("a\nb")
     path.write_bytes(b"a" * (MOST_BYTES + 1))
     for place, reason in ((path, "longer than 131072 bytes"), (tmp_path, "not a file"), (tmp_path / "x", "no such")):
-        with pytest.raises(ConfigError, match=reason):
+        with pytest.raises(ConfigError, match=reason) as raised:
             read_text(place)
+        assert raised.value.problems[0].allowed == "a launch script: text, not large"
     for content, reason in ((b"\xff\xfe", "it is not UTF-8"), (b"a\0b", "it is binary")):
         path.write_bytes(content)
         with pytest.raises(ConfigError, match=reason):

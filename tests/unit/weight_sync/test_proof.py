@@ -111,9 +111,9 @@ def test_of_several_engines_the_one_that_holds_something_else_is_named(checkpoin
 def test_what_is_digested_at_a_time_has_so_many_bytes() -> None:
     from posttrain.weight_sync.proof import _up_to
 
-    made = iter([(number, torch.zeros(2), (0, 0)) for number in range(5)])
-    batches = [[number for number, *_ in _up_to(16, made)] for _ in range(4)]
-    assert batches == [[0, 1], [2, 3], [4], []]
+    for num_bytes, expected in ((16, [[0, 1], [2, 3], [4], []]), (17, [[0, 1, 2], [3, 4], [], []])):
+        made = iter([(number, torch.zeros(2), (0, 0)) for number in range(5)])
+        assert [[number for number, *_ in _up_to(num_bytes, made)] for _ in range(4)] == expected
 
 
 def test_an_engine_that_holds_something_else_at_the_end_of_a_rollout_is_named(checkpoint, trainer) -> None:
