@@ -112,7 +112,8 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "data/overlap": (f"{UNIT}/data/test_overlap.py",),
     "data/prompt_lengths": (f"{UNIT}/data/test_prompt_lengths.py",),
     "reward/shape": (f"{UNIT}/reward/test_shape.py",),
-    **{f"reward/{part}": ANSWERS for part in ("mathematics", "equality", "notation", "expression")},
+    **{f"reward/{part}": ANSWERS for part in ("mathematics", "equality", "notation")},
+    "reward/expression": (*ANSWERS, f"{UNIT}/reward/test_expression.py"),
     "reward/answer": (f"{UNIT}/reward/test_grade.py",),
     "reward/text": (f"{UNIT}/reward/test_text.py", f"{UNIT}/reward/test_verdicts.py"),
     "reward/graders": (

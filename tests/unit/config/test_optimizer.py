@@ -1,7 +1,8 @@
-"""What the numbers of the optimizer may be, and what they are where nobody names them."""
+"""What the numbers of the optimizer may be, and which of them name a run."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -42,11 +43,15 @@ def test_each_number_has_its_ends(key: str, allowed: list[str], refused: list[st
     for value in refused:
         with pytest.raises(ConfigError) as caught:
             optimizer_with(key, value)
-        assert [problem.key for problem in caught.value.problems] == [f"optimizer.{key}"]
+        (problem,) = caught.value.problems
+        assert problem.key == f"optimizer.{key}"
+        assert problem.remedy.startswith("choose "), "refused for its own range"
 
 
-def test_what_nobody_names_is_left_out_of_the_update() -> None:
-    optimizer = resolve({"model": "tiny", "site": "local"}, CONFIG_DIR).config.optimizer
-    assert (optimizer.lr_warmup_share, optimizer.lr_floor, optimizer.lr_decay_share) == (0.0, 0.0, 0.1)
-    assert (optimizer.moe_aux_loss_coeff, optimizer.router_bias_update_rate) == (0.0, 0.0)
-    assert optimizer.decay_norms_and_biases is False
+def test_runs_from_before_these_keys_keep_their_names() -> None:
+    newer = {
+        *("lr_schedule", "lr_warmup_share", "lr_floor", "lr_decay_share", "decay_norms_and_biases"),
+        *("moe_aux_loss_coeff", "router_bias_update_rate"),
+    }
+    named = resolve({"model": "tiny", "site": "local"}, CONFIG_DIR).experiment["optimizer"]
+    assert named.keys() == {field.name for field in dataclasses.fields(Optimizer)} - newer
