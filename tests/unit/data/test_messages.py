@@ -96,7 +96,8 @@ def test_a_response_to_learn_is_a_text_or_one_message():
 def test_properties_that_are_null_are_no_schemas():
     town = {"type": "string", "default": None, "enum": ["a", None]}
     nested = {"properties": {"properties": {"type": "object", "properties": {"a": None}}, "b": None}}
-    padded = {"name": "w", "parameters": {"properties": {"town": town, "a": None, "o": nested}}, "strict": None}
+    parameters = {"properties": {"town": town, "a": None, "o": nested}, "description": None}
+    padded = {"name": "w", "parameters": parameters, "strict": None}
     (tool,) = tools_of([padded])
     assert tool == {
         "name": "w",
@@ -104,7 +105,8 @@ def test_properties_that_are_null_are_no_schemas():
             "properties": {
                 "town": town,
                 "o": {"properties": {"properties": {"type": "object", "properties": {}}}},
-            }
+            },
+            "description": None,
         },
         "strict": None,
     }

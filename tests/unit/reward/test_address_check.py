@@ -90,7 +90,9 @@ def test_a_token_that_is_missing_is_refused_at_the_dry_run(monkeypatch: pytest.M
     for rule in ("train_grpo", "evaluate", "approve_data"):
         assert [problem.key for problem in find_refusals(config, [rule])] == ["reward.services.far.token_variable"]
     assert find_refusals(config, ["plan"]) == []
-    assert [finding.status for finding in check_addresses(config)] == ["skipped"]
+    (unasked,) = check_addresses(config)
+    assert (unasked.status, unasked.name) == ("skipped", "reward.services.far at http://127.0.0.1:9/score")
+    assert unasked.detail == "HF_TOKEN, which is not set"
 
 
 def test_the_token_is_not_told_by_who_hears_it(monkeypatch: pytest.MonkeyPatch) -> None:
