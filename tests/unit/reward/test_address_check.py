@@ -68,13 +68,21 @@ def test_what_is_wrong_is_told_and_not_asked_again(fault, reason: str, capsys: p
     assert reason in capsys.readouterr().out
 
 
-def test_an_address_where_another_judge_lives(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (says("{}"), "error: expected a chat completion, came {}"),
+        (status(404), "error: HTTP 404: you are None"),
+    ],
+)
+def test_an_address_where_another_judge_lives(tmp_path: Path, fault, reason: str) -> None:
     (tmp_path / "judge.txt").write_text("{response}")
-    with RewardServer([says("{}")]) as server:
+    with RewardServer([fault]) as server:
         judge = {"url": server.judge_url, "model": "m", "prompt_file": tmp_path / "judge.txt"}
         more = " ".join(f"reward.judges.wise.{key}={value}" for key, value in judge.items())
         (finding,) = check_addresses(configured(server.url, more, "wise"))
     assert finding.problem
+    assert finding.problem.value == f"{server.judge_url}: {reason}"
     assert finding.problem.allowed == "an address that ends in /v1, and at it /chat/completions with this model"
 
 

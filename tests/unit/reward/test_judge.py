@@ -71,6 +71,7 @@ def test_verdicts_go_to_the_answers_that_they_are_about() -> None:
         ("Verdict: 0", {"best_verdict": 10.0}, 0.0),
         ("[[7]]", {"best_verdict": 10.0, "verdict_pattern": r"\[\[(\d+)\]\]"}, 0.7),
         ("x " * 25_000 + "Verdict: yes", {}, 1.0),
+        ("Verdict: yes" + "." * 9_988, {}, 1.0),
     ],
 )
 def test_a_verdict_is_a_score(said: str, settings: dict[str, object], score: float) -> None:
@@ -83,6 +84,7 @@ def test_a_verdict_is_a_score(said: str, settings: dict[str, object], score: flo
         ("Yes, it is right.", {}, "the judge gave no verdict: Yes, it is right."),
         ("", {}, "the judge gave no verdict: "),
         ("Verdict: yes" + " and more" * 2000, {}, "the judge gave no verdict: Verdict: yes and more"),
+        ("Verdict: yes" + "." * 9_989, {}, "the judge gave no verdict: Verdict: yes..."),
         ("Verdict: yes. My verdict: perhaps", {}, "expected a verdict from 0 to 1, yes or no, came perhaps"),
         ("Verdict: 11", {"best_verdict": 10.0}, "expected a verdict from 0 to 10, yes or no, came 11"),
         ("Verdict: -1", {"best_verdict": 10.0}, "came -1"),

@@ -191,6 +191,13 @@ def test_what_is_no_grade_is_a_failure_and_no_score(text: str, reason: str) -> N
     assert len(outcome.reason) < 500
 
 
+def test_what_an_address_says_is_told_up_to_300_characters() -> None:
+    with RewardServer([says(f'"{"x" * length}"') for length in (300, 301)]) as server:
+        whole, cut_off = (ask(server, "four")[0] for _ in range(2))
+    assert whole.reason.endswith(f"came {'x' * 300}")
+    assert cut_off.reason.endswith(f"came {'x' * 300}...")
+
+
 def test_a_wrong_grade_costs_its_own_answer_only() -> None:
     with RewardServer([says('[1, null, NaN, {"score": 0.5, "length": 3}, {"score": null, "length": 4}]')]) as server:
         one, two, three, four, five = ask(server, *"abcde")
