@@ -105,7 +105,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     (folder / "state").write_text("RUNNING\n")
     commands = {
-        "squeue": f'case "$*" in *%T*) cat {folder}/state;; *) echo "me serve-x";; esac',
+        "squeue": f'case "$*" in *%T*) cat {folder}/state;; *"--format %u %j") echo "me serve-x";; esac',
         "scancel": f'echo "$*" > {folder}/cancelled\n[ -e {folder}/deaf ] || echo CANCELLED > {folder}/state',
         "sbatch": f'for word in "$@"; do echo "$word"; done > {folder}/submitted\necho "42;cluster"',
     }

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import ssl
 import subprocess
 import sys
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -203,6 +206,30 @@ def test_a_wrong_grade_costs_its_own_answer_only() -> None:
         one, two, three, four, five = ask(server, *"abcde")
     assert (one, two, three.kind) == (Grade(1.0), Grade(None), "error")
     assert (four, five) == (Grade(0.5, {"length": 3.0}), Grade(None, {"length": 4.0}))
+
+
+def test_an_address_that_does_not_prove_who_it_is_is_told_nothing(tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    words = ["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=127.0.0.1", "-keyout", key, "-out"]
+    subprocess.run(["openssl", *words, certificate], check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.append(self.path)
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        (outcome,) = ask(f"https://127.0.0.1:{server.server_port}/score", "four", num_retries=0)
+        server.shutdown()
+        thread.join()
+    assert isinstance(outcome, Failure)
+    assert "CERTIFICATE_VERIFY_FAILED" in outcome.reason
+    assert asked == []
 
 
 # A process of its own, because logging is configured once in it: at DEBUG, as somebody does who looks for a fault.

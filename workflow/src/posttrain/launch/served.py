@@ -88,7 +88,7 @@ def stop(results: Path, name: str) -> list[str]:
         RuntimeError: It does not end.
     """
     found = named(read_servers(results), name)
-    if len(found) > 1 and len({server.name for _, server in found}) > 1:
+    if len({server.name for _, server in found}) > 1:
         listed = "; ".join(str(server) for _, server in found)
         raise ConfigError([Problem("--stop", listed, "one of them", "posttrain serve NAME --stop")])
     if not found:
