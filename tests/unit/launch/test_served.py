@@ -81,7 +81,12 @@ def test_a_planted_lease_ends_nobody(tmp_path: Path, bystander: psutil.Popen, ch
     assert bystander.poll() is None
 
 
-def test_the_process_that_has_taken_the_lease_is_ended(tmp_path: Path) -> None:
+def test_the_process_that_has_taken_the_lease_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not where the system refuses it, as with another user's process."""
+
+    def refuse(process: psutil.Process) -> None:
+        raise psutil.AccessDenied(process.pid)
+
     code = (
         "import sys, time; from pathlib import Path; from posttrain.serving.servers import *\n"
         f"with serving(Path({str(tmp_path)!r}), {SERVER!r}):\n    print('serves', flush=True); time.sleep(600)"
@@ -90,6 +95,12 @@ def test_the_process_that_has_taken_the_lease_is_ended(tmp_path: Path) -> None:
     try:
         assert process.stdout
         assert process.stdout.readline() == b"serves\n"
+        with monkeypatch.context() as refusing:
+            refusing.setattr(psutil.Process, "terminate", refuse)
+            said = refusal(tmp_path, "mine")
+        assert f"--stop = {SERVER}, by " in said
+        assert "allowed: a server of yours" in said
+        assert "remedy:  ask its user" in said
         reaper = threading.Thread(target=process.wait)
         reaper.start()
         assert "has ended" in stop(tmp_path, "mine")[0]

@@ -266,6 +266,8 @@ def test_it_is_printed_and_kept(run: RunData, capsys: pytest.CaptureFixture[str]
     )
     verdict.print()
     assert capsys.readouterr().out == "What [it] is\n  a [detail]\n    do [this]\n  b: c\n"
+    Verdict("h", [Finding("good", "b", "a long " * 40 + "detail")]).print()
+    assert capsys.readouterr().out == f"h\n  b: {'a long ' * 40}detail\n", "a terminal breaks lines, and nobody else"
     assert json.loads(json.dumps(verdict.as_dict())) == {
         "level": "bad",
         "headline": "What [it] is",
