@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from tests.support.checkpoint_store import Store, make_export, make_store, make_torch_dist, run_here
 from tests.support.fault_record import FaultRecord
-from tests.support.killing import run_killed
+from tests.support.killing import LAYER_BY_LAYER, run_killed
 from tests.support.resolved_words import words_with
 from tests.support.tiny_checkpoint import TINY
 from tests.support.workflow_runs import WorkflowFolder
@@ -18,9 +18,6 @@ from tests.support.workflow_runs import WorkflowFolder
 from posttrain.artifacts import read_json, read_receipt, receipt_of
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
 from posttrain.errors import ConfigError
-
-# What transformers imports when it builds and loads a model: several seconds.
-LAYER_BY_LAYER = ["transformers.models.glm_moe_dsa.modeling_glm_moe_dsa", "transformers.core_model_loading"]
 
 
 @pytest.fixture

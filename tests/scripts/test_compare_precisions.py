@@ -1,17 +1,17 @@
 import json
 import random
-import subprocess
-import sys
 import time
 from itertools import count
 
 import pytest
 from tests.support.fault_record import FaultRecord
-from tests.support.killing import SCRIPTS, run_killed
+from tests.support.killing import LAYER_BY_LAYER, run_killed
 from tests.support.precisions import ask, make_checkpoints, run_script, said_by
 
 from posttrain.artifacts import Receipt, receipt_of, record_files, write_receipt
 from posttrain.evaluation.divergence import Sample, Spoken, divergence
+
+COMPARING = ["posttrain.evaluation.divergence", *LAYER_BY_LAYER]
 
 
 def words_of(folder, words, checkpoints, output):
@@ -106,30 +106,17 @@ def test_killed_anywhere_a_comparison_is_whole_or_the_one_before(compared, tmp_p
     assert point > 2, "it is written beside, and renamed"
 
 
-@pytest.mark.timeout(1800)
 @pytest.mark.faults("kills")
 def test_killed_at_any_time_a_comparison_leaves_the_one_before(compared, faults: FaultRecord):
-    """The checkpoints that are compared, and what engines said of them, keep their bytes."""
-    folder, words, found, _ = compared
-    output, rng, started, kills = folder / "killed.json", random.Random(9), time.monotonic(), 0
-    command = [sys.executable, SCRIPTS / "compare_precisions.py"]
-    command += words_of(folder, words, [folder / "hf", folder / "nvfp4"], output)
-    begun = time.monotonic()
-    assert subprocess.run([*map(str, command)], capture_output=True, check=False).returncode == 0
-    length, before = time.monotonic() - begun, bytes_of(folder)
+    """The checkpoints that are compared, and what engines said of them, keep their bytes, too."""
+    folder, words, *_ = compared
+    words = words_of(folder, words, [folder / "hf", folder / "nvfp4"], folder / "precisions.json")
+    rng, started, kills = random.Random(9), time.monotonic(), 0
     while kills < 30:
-        process = subprocess.Popen([*map(str, command)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        time.sleep(rng.uniform(0.3, 1) * length)
-        process.kill()
-        kills += process.wait() == -9
-        assert bytes_of(folder) == before
-    assert subprocess.run([*map(str, command)], capture_output=True, check=False).returncode == 0
-    assert json.loads(output.read_text()) == found
-    assert bytes_of(folder) == before
+        points = [10**9, *(rng.uniform(0, 1) for _ in range(32)), 10**9]
+        endings = run_killed("compare_precisions", words, folder, points, imports=COMPARING, kept=folder)
+        assert (set(endings), endings[-1]) == ({0, -9}, 0)
+        kills += endings.count(-9)
+    assert [*folder.rglob("*.tmp")] == []
     faults.add_counts("kills", {"compare_precisions": kills}, time.monotonic() - started)
     faults.equal = True
-
-
-def bytes_of(folder) -> dict[str, bytes]:
-    """Return every file below a folder but temporary ones, which the next write removes."""
-    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.suffix != ".tmp"}

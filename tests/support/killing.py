@@ -4,7 +4,8 @@
 
 One process imports the script once and forks a child per point, so a kill costs milliseconds. The child
 counts what it opens for writing, renames, links and removes below `root`, and kills itself at that number. A
-point beyond the last change lets the script end.
+point beyond the last change lets the script end. A point may also be a moment: a share of the time that the
+longest run before it took.
 
 With a disk (`tests.support.power_cut`) its power is cut at the same moment, so that what was not synced is lost.
 """
@@ -20,6 +21,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -27,13 +29,15 @@ from tests.support.power_cut import Disk
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 CHANGES = ("open", "os.rename", "os.link", "os.symlink", "os.remove", "os.mkdir", "os.rmdir")
+# What transformers imports when it builds and loads a model: several seconds.
+LAYER_BY_LAYER = ["transformers.models.glm_moe_dsa.modeling_glm_moe_dsa", "transformers.core_model_loading"]
 
 
 def run_killed(
     script: str,
     arguments: Sequence[object],
     root: Path,
-    points: Sequence[int],
+    points: Sequence[int | float],
     env: dict[str, str] | None = None,
     claim: tuple[Path, Path] | None = None,
     timeout: float = 120,
@@ -41,6 +45,7 @@ def run_killed(
     again: Sequence[Path] = (),
     forgetful: bool = False,
     imports: Sequence[str] = (),
+    kept: Path | None = None,
 ) -> list[int]:
     """Run a script once per point and return how each run ended: -9 for a kill, else the exit code.
 
@@ -49,7 +54,7 @@ def run_killed(
             is called with `root` after each run.
         arguments: Its command line.
         root: Changes below this folder are counted.
-        points: At which change each run is killed, from 1.
+        points: At which change each run is killed, from 1; a float is a share of the longest run before it, in time.
         env: On top of the environment.
         claim: Folder and receipt; whenever the receipt is there, the folder's content must be what it says. With
             a disk it must be there after a good end.
@@ -58,6 +63,7 @@ def run_killed(
         again: Deleted whenever a run has ended by itself and others follow: they then have something to do.
         forgetful: Files are not synced when the script asks for it, only folders: what a step without fsync would do.
         imports: Modules that the script imports while it runs; taken once instead of in every child.
+        kept: Every file below this folder keeps its bytes, however a run ends; temporary ones are left out.
     """
     order = {
         "script": str(SCRIPTS / f"{script}.py"),
@@ -69,6 +75,7 @@ def run_killed(
         "again": [str(path) for path in again],
         "forgetful": forgetful,
         "imports": list(imports),
+        "kept": kept and str(kept),
     }
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.killing", json.dumps(order)],
@@ -94,16 +101,30 @@ def _main() -> None:
     disk = Disk(*map(Path, order["disk"])) if order["disk"] else None
     if order["forgetful"]:
         os.fsync = _sync_folders_only
+    kept = bytes_of(order["kept"])
     endings: list[int] = []
+    longest = 0.0
     for point in order["points"]:
         if endings and endings[-1] == 0:
             _forget(order["again"])
-        endings.append(run_child(lambda: run(main), order["root"], point))
+        started = time.monotonic()
+        if isinstance(point, float):
+            endings.append(run_child_for(lambda: run(main), point * longest))
+        else:
+            endings.append(run_child(lambda: run(main), order["root"], point))
+        longest = max(longest, time.monotonic() - started)
         if disk:
             disk.cut()
+        assert bytes_of(order["kept"]) == kept
         _check_claim(order["claim"], must_be_there=bool(disk) and endings[-1] == 0)
         check(Path(order["root"]))
     print(json.dumps(endings))
+
+
+def bytes_of(folder: str | None) -> dict[str, bytes]:
+    """Return every file below a folder but temporary ones, which the next write removes."""
+    files = Path(folder).rglob("*") if folder else ()
+    return {str(path): path.read_bytes() for path in files if path.is_file() and path.suffix != ".tmp"}
 
 
 def _forget(paths: Sequence[str]) -> None:
@@ -127,14 +148,34 @@ def _check_claim(claim: list[str] | None, must_be_there: bool) -> None:
 
 def run_child(work: Callable[[], None], root: str, point: int) -> int:
     """Do something in a child that is killed at a change below `root`, never with 0; returns how it ended."""
+
+    def counted() -> None:
+        _kill_at(point, root)
+        work()
+
+    return _ending(_fork(counted))
+
+
+def run_child_for(work: Callable[[], None], seconds: float) -> int:
+    """Do something in a child that is killed after so many seconds; returns how it ended."""
+    child = _fork(work)
+    time.sleep(seconds)
+    os.kill(child, signal.SIGKILL)
+    return _ending(child)
+
+
+def _fork(work: Callable[[], None]) -> int:
     child = os.fork()
     if child == 0:
-        _kill_at(point, root)
         try:
             work()
         except SystemExit as ended:
             os._exit(ended.code if isinstance(ended.code, int) else 1)
         os._exit(0)
+    return child
+
+
+def _ending(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
