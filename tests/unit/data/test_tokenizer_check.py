@@ -6,7 +6,9 @@ What is tried here is harmless without a limit, too: the limits are lowered.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import resource
 import signal
 import time
 from pathlib import Path
@@ -82,15 +84,28 @@ def nested(depth: int) -> str:
         json.dumps({**tokenizer(), "added_tokens": [{"id": 2**40, "content": 7}]}),
         json.dumps({**tokenizer(), "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "("}, "behavior": "x"}}),
         json.dumps({**tokenizer(), "normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}),
+        # These load, and fail at the first text.
+        json.dumps({**tokenizer(), "normalizer": {"type": "Precompiled", "precompiled_charsmap": "CAAAAP////8AAAAA"}}),
+        json.dumps({**tokenizer(), "model": {"type": "Unigram", "vocab": [["a", -1.0]], "unk_id": None}}),
+        json.dumps({**tokenizer(), "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}}),
     ],
-    ids=range(14),
+    ids=range(17),
 )
 def test_a_broken_tokenizer_is_a_problem(tmp_path: Path, text: str) -> None:
     write_object(tmp_path / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
     (tmp_path / "tokenizer.json").write_text(text)
     (problem,) = check_tokenizer(tmp_path, 64)
     assert "tokenizer.json" in problem.value
+    assert "the process that read it" not in problem.value, "the library's own reason, a panic too"
     assert "model.tokenizer" in problem.remedy
+
+
+def test_a_class_that_makes_something_else_of_the_file_is_a_problem(tmp_path: Path) -> None:
+    make_tokenizer(256).save_pretrained(tmp_path)
+    write_object(tmp_path / "tokenizer_config.json", {"tokenizer_class": "LlamaTokenizer"})
+    (problem,) = check_tokenizer(tmp_path, 256)
+    assert problem.key == "tokenizer_config.json: tokenizer_class"
+    assert "LlamaTokenizer, which encodes" in problem.value
 
 
 @pytest.mark.parametrize("ids", ["x", {"a": 1}, [["a"]], [1, "x"], 1.5, True])
@@ -102,11 +117,13 @@ def test_what_ends_an_answer_is_a_token_id(tmp_path: Path, ids: object) -> None:
 
 def test_what_a_confined_function_returns_raises_and_dies_of() -> None:
     assert confined(lambda: [os.getpid()], 10, MIB * 100) != [os.getpid()]
+    assert confined(lambda: list(resource.getrlimit(resource.RLIMIT_CORE)), 10, MIB * 100) == [0, 0]
     with pytest.raises(ChildProcessError, match=f"ended with -{signal.SIGKILL:d}"):
         confined(lambda: os.kill(os.getpid(), signal.SIGKILL), 10, MIB * 100)
     with pytest.raises(MemoryError, match=r"more than 0\.098 GiB"):
         confined(lambda: len(bytes(300 * MIB)), 10, MIB * 100)
     with pytest.raises(TimeoutError, match=r"not done after 0\.2 s"):
         confined(lambda: time.sleep(30), 0.2, MIB * 100)
+    assert multiprocessing.active_children() == []
     with pytest.raises(ChildProcessError, match="over 16 MiB"):
         confined(lambda: "x" * (17 * MIB), 10, MIB * 100)

@@ -51,13 +51,20 @@ def check_tokenizer(folder: Path, vocab_size: int) -> list[Problem]:
 def _problems(folder: Path, vocab_size: int) -> Iterator[Problem]:
     try:
         tokenizer = load_tokenizer(folder)
+        problems = [*_check_encoding(tokenizer, folder, vocab_size)]
+    except MemoryError:
+        raise
     # Whatever the library makes of the files is a problem of theirs; its panics are no `Exception`.
     except BaseException as error:
-        if isinstance(error, MemoryError):
-            raise
         value = f"{_names(folder)}: {type(error).__name__}: {error}"
-        yield Problem("tokenizer", value, "a tokenizer that loads without code of its own", _REMEDY)
+        yield Problem("tokenizer", value, "a tokenizer that loads without code of its own, and reads texts", _REMEDY)
         return
+    yield from problems
+    if tokenizer.chat_template:
+        yield from _check_template(tokenizer)
+
+
+def _check_encoding(tokenizer: PreTrainedTokenizerBase, folder: Path, vocab_size: int) -> Iterator[Problem]:
     if (folder / TOKENIZER).exists():
         plain = Tokenizer.from_file(str(folder / TOKENIZER))
         differing = [text for text in PROBES if tokenizer.encode(text, add_special_tokens=False) != _plain(plain, text)]
@@ -67,8 +74,6 @@ def _problems(folder: Path, vocab_size: int) -> Iterator[Problem]:
     largest = max(tokenizer.get_vocab().values(), default=0)
     if largest >= vocab_size:
         yield Problem("tokenizer", f"token id {largest}", f"ids below {vocab_size} (vocab_size)", _REMEDY)
-    if tokenizer.chat_template:
-        yield from _check_template(tokenizer)
 
 
 def _check_template(tokenizer: PreTrainedTokenizerBase) -> Iterator[Problem]:
