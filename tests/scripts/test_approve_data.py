@@ -1,13 +1,14 @@
 import json
 import subprocess
 import sys
-from itertools import count
+import time
 
 import pytest
 from tests.support.evaluation_inputs import ROOT, make_inputs
+from tests.support.fault_record import FaultRecord
 from tests.support.killing import run_killed
 
-from posttrain.artifacts import receipt_of, record_files, require_files, write_receipt
+from posttrain.artifacts import read_json, receipt_of, record_files, require_files, write_receipt
 from posttrain.artifacts.receipts import Receipt
 from posttrain.data.sort_digits import generate_prompts
 
@@ -60,17 +61,21 @@ def test_a_reward_that_exits_is_an_error_with_its_place(tmp_path):
     assert not output.exists()
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.faults("kills")
-def test_killed_anywhere_it_has_approved_all_or_nothing(tmp_path):
-    """Twice: the second time over another result, with its receipt."""
+def test_killed_anywhere_it_has_approved_all_or_nothing(tmp_path, faults: FaultRecord):
+    """Over and over: the first time nothing is there, then another result with its receipt."""
     words, output = words_of(tmp_path, "")
-    claim = output.parent, receipt_of(output)
-    for before in ("", "{}\n"):
-        if before:
-            output.write_text(before)
+    claim, started, kills = (output.parent, receipt_of(output)), time.monotonic(), 0
+    while kills < 30:
+        if kills:
+            output.write_text("{}\n")
             write_receipt(claim[1], Receipt("approve_data", record_files(output.parent, [output.name]), {}, {}))
-        for point in count(1):
-            if run_killed("approve_data", words, output.parent, [point], claim=claim) == [0]:
-                break
-        assert point > 3
+        endings = run_killed("approve_data", words, output.parent, None, claim=claim, timeout=900)
+        assert endings[-1] == 0
+        assert len(endings) > 3
         assert require_files(*claim, content=True)
+        assert read_json(output) != {}
+        kills += len(endings) - 1
+    faults.add_counts("kills", {"approve_data": kills}, time.monotonic() - started)
+    faults.equal = True

@@ -11,7 +11,8 @@ from tests.support.precisions import ask, make_checkpoints, run_script, said_by
 from posttrain.artifacts import Receipt, receipt_of, record_files, write_receipt
 from posttrain.evaluation.divergence import Sample, Spoken, divergence
 
-COMPARING = ["posttrain.evaluation.divergence", *LAYER_BY_LAYER]
+# Nine of ten seconds are imports. Two threads that wait for each other take ten times as long on a busy machine.
+QUICK = {"imports": ["posttrain.evaluation.divergence", *LAYER_BY_LAYER], "env": {"OMP_NUM_THREADS": "1"}}
 
 
 def words_of(folder, words, checkpoints, output):
@@ -96,7 +97,7 @@ def test_killed_anywhere_a_comparison_is_whole_or_the_one_before(compared, tmp_p
     if before:
         output.write_text(before)
     for point in count(1):
-        ending = run_killed("compare_precisions", words, output.parent, [point])
+        ending = run_killed("compare_precisions", words, output.parent, [point], **QUICK)
         content = output.read_text() if output.exists() else ""
         if ending == [0]:
             break
@@ -106,6 +107,7 @@ def test_killed_anywhere_a_comparison_is_whole_or_the_one_before(compared, tmp_p
     assert point > 2, "it is written beside, and renamed"
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.faults("kills")
 def test_killed_at_any_time_a_comparison_leaves_the_one_before(compared, faults: FaultRecord):
     """The checkpoints that are compared, and what engines said of them, keep their bytes, too."""
@@ -114,7 +116,7 @@ def test_killed_at_any_time_a_comparison_leaves_the_one_before(compared, faults:
     rng, started, kills = random.Random(9), time.monotonic(), 0
     while kills < 30:
         points = [10**9, *(rng.uniform(0, 1) for _ in range(32)), 10**9]
-        endings = run_killed("compare_precisions", words, folder, points, imports=COMPARING, kept=folder)
+        endings = run_killed("compare_precisions", words, folder, points, kept=folder, timeout=1500, **QUICK)
         assert (set(endings), endings[-1]) == ({0, -9}, 0)
         kills += endings.count(-9)
     assert [*folder.rglob("*.tmp")] == []

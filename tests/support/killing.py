@@ -13,6 +13,7 @@ With a disk (`tests.support.power_cut`) its power is cut at the same moment, so 
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import os
 import runpy
@@ -37,7 +38,7 @@ def run_killed(
     script: str,
     arguments: Sequence[object],
     root: Path,
-    points: Sequence[int | float],
+    points: Sequence[int | float] | None,
     env: dict[str, str] | None = None,
     claim: tuple[Path, Path] | None = None,
     timeout: float = 120,
@@ -55,6 +56,7 @@ def run_killed(
         arguments: Its command line.
         root: Changes below this folder are counted.
         points: At which change each run is killed, from 1; a float is a share of the longest run before it, in time.
+            None: at each change, until a run ends by itself.
         env: On top of the environment.
         claim: Folder and receipt; whenever the receipt is there, the folder's content must be what it says. With
             a disk it must be there after a good end.
@@ -69,7 +71,7 @@ def run_killed(
         "script": str(SCRIPTS / f"{script}.py"),
         "arguments": [str(a) for a in arguments],
         "root": str(root),
-        "points": list(points),
+        "points": points and list(points),
         "claim": claim and [str(path) for path in claim],
         "disk": disk and [str(disk.image), str(disk.folder)],
         "again": [str(path) for path in again],
@@ -104,7 +106,7 @@ def _main() -> None:
     kept = bytes_of(order["kept"])
     endings: list[int] = []
     longest = 0.0
-    for point in order["points"]:
+    for point in order["points"] or itertools.count(1):
         if endings and endings[-1] == 0:
             _forget(order["again"])
         started = time.monotonic()
@@ -118,6 +120,8 @@ def _main() -> None:
         assert bytes_of(order["kept"]) == kept
         _check_claim(order["claim"], must_be_there=bool(disk) and endings[-1] == 0)
         check(Path(order["root"]))
+        if order["points"] is None and endings[-1] != -signal.SIGKILL:
+            break
     print(json.dumps(endings))
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.support.fault_parts import Count
 from tests.support.fault_record import FaultRecord
 from tests.support.sglang_environment import PYTHON, require_sglang
 from tests.support.tiny_checkpoint import TINY_QWEN3, make_random_checkpoint
@@ -28,6 +29,7 @@ from posttrain.engines.ports import choose_free_ports
 from posttrain.serving.servers import this_machine
 
 SECRET = "of those who may ask"
+NUM_KILLS = 30
 GREEDY = {"model": "hf", "prompt": "sort the digits.\n31", "max_tokens": 4, "temperature": 0}
 
 
@@ -247,13 +249,15 @@ def test_an_engine_serves_in_the_foreground_and_ends_with_it(folder: Path, tmp_p
 
 @pytest.mark.timeout(1800)
 @pytest.mark.faults("kills")
-def test_a_server_killed_at_any_time_frees_port_and_lease(folder: Path, tmp_path: Path, faults: FaultRecord) -> None:
+def test_a_server_killed_at_any_time_frees_port_and_lease(
+    folder: Path, tmp_path: Path, count: Count, faults: FaultRecord
+) -> None:
     """The engine ends with it, the next start serves on the same port, and the checkpoint keeps its bytes."""
     (port,) = choose_free_ports(1)
     command = [sys.executable, "-m", "posttrain", "serve", str(folder), "--engine", "embedded", "--hardware", "cpu"]
     command += ["--port", str(port)]
     env = os.environ | {"POSTTRAIN_ENGINE_SECRET": SECRET, "TMPDIR": str(tmp_path)}
-    log, rng, started, kills = tmp_path / "log", random.Random(10), time.monotonic(), 0
+    log, rng, started = tmp_path / "log", random.Random(len(count.rows)), time.monotonic()
 
     def start() -> subprocess.Popen[bytes]:
         with log.open("wb") as output:
@@ -269,12 +273,13 @@ def test_a_server_killed_at_any_time_frees_port_and_lease(folder: Path, tmp_path
     expected = answer(process, port, log)
     length, before = time.monotonic() - begun, {path.name: path.read_bytes() for path in folder.iterdir()}
     assert end(process) == -signal.SIGKILL
-    while kills < 20:
+    while len(count.rows) < NUM_KILLS:
         process = start()
-        time.sleep(rng.uniform(0, 1.2) * length)
+        time.sleep(seconds := rng.uniform(0, 1.2) * length)
         assert process.poll() is None, log.read_text()[-2000:]
-        kills += end(process) == -signal.SIGKILL
+        assert end(process) == -signal.SIGKILL
         assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+        count.add([{"seconds": seconds}])
     process = start()
     try:
         assert answer(process, port, log) == expected
@@ -282,5 +287,5 @@ def test_a_server_killed_at_any_time_frees_port_and_lease(folder: Path, tmp_path
     finally:
         process.kill()
     assert "there is nothing to end" in serve(tmp_path, folder, "--stop").stdout
-    faults.add_counts("kills", {"posttrain serve": kills}, time.monotonic() - started)
+    faults.add_counts("kills", {"posttrain serve": len(count.rows)}, time.monotonic() - started)
     faults.equal = True
