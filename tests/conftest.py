@@ -76,8 +76,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     def make(root: Path) -> None:
         first = WorkflowFolder(root / "first", root / "store")
-        # Two that train from it may begin with what this makes; nobody else may change the store.
-        first.run("stage_all_nodes", str(receipt_of(first.paths.rollout_start)))
+        # Two that train from it may begin with what this makes; nobody else may change the store. A busy machine takes
+        # twenty times as long.
+        first.run("stage_all_nodes", str(receipt_of(first.paths.rollout_start)), timeout=1800)
 
     return made_once(tmp_path_factory, "shared", make) / "store"
 

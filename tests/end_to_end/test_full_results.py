@@ -20,7 +20,7 @@ from tests.support.interruptions import assert_gone, assert_same_training, start
 from tests.support.small_disk import small_disk
 from tests.support.workflow_runs import FAST, WorkflowFolder
 
-pytestmark = [pytest.mark.slow, pytest.mark.faults("training")]
+pytestmark = [pytest.mark.slow, pytest.mark.faults("training"), pytest.mark.timeout(3600)]
 
 # Where training is, what then happens to the disk, and what the last message must say.
 TROUBLES: list[tuple[str, Callable, str, str]] = [
