@@ -27,9 +27,9 @@ from posttrain.config.load import Resolved
 from posttrain.planner.resolve import resolve
 from posttrain.planner.sizing.assumptions import ASSUMPTIONS
 from posttrain.planner.sizing.memory_phases import phase_memory
-from posttrain.rehearsal.drawn import rehearsed_row
-from posttrain.rehearsal.outcome import FULL_STEP, UNSEEN
-from posttrain.rehearsal.start import rehearse
+from posttrain_rehearsal.drawn import rehearsed_row
+from posttrain_rehearsal.outcome import FULL_STEP, UNSEEN
+from posttrain_rehearsal.start import rehearse
 
 TOLERANCE = 0.15
 ONE_GPU = (

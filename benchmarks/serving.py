@@ -49,9 +49,9 @@ from posttrain.engines.ports import LOOPBACK, choose_free_ports
 from posttrain.engines.process import check_all_alive, started_engines
 from posttrain.engines.secret import new_secret
 from posttrain.engines.streaming import COMPLETIONS, GENERATE, Endpoint
-from posttrain.evaluation.serving import FEWEST_REQUESTS, Load, measure_level
-from posttrain.evaluation.serving_prompts import random_prompts
 from posttrain.planner.resolve import resolve
+from posttrain_serving.benchmark.serving import FEWEST_REQUESTS, Load, measure_level
+from posttrain_serving.benchmark.serving_prompts import random_prompts
 
 PAIRS, TURNS, CONCURRENCIES = 7, 5, (1, 8)
 INPUT_TOKENS, OUTPUT_TOKENS, ROUNDS = 512, 64, 4

@@ -17,9 +17,9 @@ from posttrain.checkpoint.staging.node_local import require_content
 from posttrain.cli import RESOLVED, command_line, run
 from posttrain.config.suites import HELD_OUT
 from posttrain.evaluation.heldout import read_exams
-from posttrain.evaluation.precisions import ask, read_said, tokens_of, write_said
 from posttrain.planner.sizing.evaluation import serving_config
 from posttrain.planner.sizing.precisions import precision_config
+from posttrain_serving.precision.precisions import ask, read_said, tokens_of, write_said
 
 
 def main() -> None:

@@ -12,14 +12,14 @@ from posttrain.cli import RESOLVED, command_line, run
 from posttrain.config.schema import Config
 from posttrain.data.chat import ChatTokenizer
 from posttrain.data.dataset import load_prompts
+from posttrain.engines.asked import right_engines
 from posttrain.engines.given import AskedEngines, engines_to_ask
 from posttrain.engines.streaming import COMPLETIONS, GENERATE, Endpoint
-from posttrain.evaluation.serving import Load, PromptOf
-from posttrain.evaluation.serving_page import render_serving
-from posttrain.evaluation.serving_prompts import given_prompts, random_prompts
-from posttrain.evaluation.serving_results import Record, format_tables, measure_table, tables_beside
 from posttrain.planner.sizing.evaluation import serving_config
-from posttrain.serving.asked import right_engines
+from posttrain_serving.benchmark.serving import Load, PromptOf
+from posttrain_serving.benchmark.serving_page import render_serving
+from posttrain_serving.benchmark.serving_prompts import given_prompts, random_prompts
+from posttrain_serving.benchmark.serving_results import Record, format_tables, measure_table, tables_beside
 
 
 def main() -> None:

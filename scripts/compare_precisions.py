@@ -14,9 +14,9 @@ from posttrain.cli import RESOLVED, command_line, run
 from posttrain.config.deployment import ORIGINAL
 from posttrain.config.schema import Config
 from posttrain.errors import CheckpointError
-from posttrain.evaluation.deployment import Measured, lost_points, table_of, verdict
-from posttrain.evaluation.divergence import Spoken, divergence, truncated_divergence
-from posttrain.evaluation.precisions import NUM_LIKELIEST, Said, read_said
+from posttrain_serving.precision.deployment import Measured, lost_points, table_of, verdict
+from posttrain_serving.precision.divergence import Spoken, divergence, truncated_divergence
+from posttrain_serving.precision.precisions import NUM_LIKELIEST, Said, read_said
 
 
 def main() -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Generator, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,12 @@ from filelock import FileLock
 from tests.support import fault_parts
 from tests.support.canaries import CANARIES, command_lines
 from tests.support.fault_record import FaultRecord
-from tests.support.workflow_runs import WorkflowFolder
+from tests.support.workflow_runs import ROOT, WorkflowFolder
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
 from posttrain.artifacts import receipt_of
+from posttrain.planner.resolve import resolve
 
 UNPICKLED = "unpickled.txt"
 # What takes longest begins first, so that two workers end together.
@@ -148,3 +150,15 @@ def faults() -> Iterator[FaultRecord]:
     faults = FaultRecord()
     yield faults
     faults.write()
+
+
+@pytest.fixture(scope="session")
+def resolved():
+    """Return resolve(model, **more of the workflow's configuration)."""
+
+    return resolve_model
+
+
+@cache
+def resolve_model(model, **more):
+    return resolve({"model": model, "site": "local", **more}, ROOT / "config")

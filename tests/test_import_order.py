@@ -12,9 +12,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-LIBRARY = ROOT / "workflow" / "src" / "posttrain"
+SOURCE = ROOT / "workflow" / "src"
+LIBRARY = SOURCE / "posttrain"
+# Packages beside it. They import it and not each other; it imports none of them, and runs without any of them.
+ANNEXES = ("posttrain_import", "posttrain_rehearsal", "posttrain_serving")
 ORDER = (
-    *("document", "types", "readable", "algorithm", "config", "artifacts", "planner", "foreign", "observability"),
+    *("document", "types", "readable", "algorithm", "config", "artifacts", "planner", "observability"),
     *(
         "forecast",
         "rendezvous",
@@ -27,8 +30,7 @@ ORDER = (
         "batching",
         "engines",
     ),
-    *("serving", "rollout", "evaluation", "megatron_backend", "weight_sync", "training", "launch", "rehearsal"),
-    "commands",
+    *("rollout", "evaluation", "megatron_backend", "weight_sync", "training", "launch", "commands"),
 )
 # Programs: they set up logging and end like a script, and nothing imports them.
 PROGRAMS = {
@@ -38,7 +40,8 @@ PROGRAMS = {
     *("launch/requeue_watchdog.py", "launch/spare_node.py"),
 }
 MODULES = {path.relative_to(LIBRARY).as_posix(): ast.parse(path.read_text()) for path in LIBRARY.rglob("*.py")}
-ALL_FILES = sorted(path for folder in (LIBRARY, ROOT / "scripts", ROOT / "tests") for path in folder.rglob("*.py"))
+OF_ANNEXES = sorted(path for name in ANNEXES for path in (SOURCE / name).rglob("*.py"))
+ALL_FILES = sorted(path for folder in (SOURCE, ROOT / "scripts", ROOT / "tests") for path in folder.rglob("*.py"))
 
 
 def part_of(module: str) -> str:
@@ -75,10 +78,19 @@ def test_a_part_imports_only_parts_above_it(module: str) -> None:
     assert ours <= allowed | ({"cli"} if module in PROGRAMS else set())
     packages = {name.partition(".")[0] for name in imports_of(tree)}
     assert "scripts" not in packages
+    assert packages.isdisjoint(ANNEXES)
     assert "megatron" not in packages or mine == "megatron_backend", "the only door to Megatron"
     if mine == "algorithm":
         assert ours <= {"algorithm", "types", "document"}
         assert packages - set(sys.stdlib_module_names) <= {"torch", "posttrain"}
+
+
+@pytest.mark.parametrize("path", OF_ANNEXES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_an_annex_imports_the_core_and_itself(path: Path) -> None:
+    mine = path.relative_to(SOURCE).parts[0]
+    names = set(imports_of(ast.parse(path.read_text())))
+    assert {name.partition(".")[0] for name in names}.isdisjoint({*ANNEXES, "scripts", "megatron"} - {mine})
+    assert not [name for name in names if name.startswith(("posttrain.commands", "posttrain.cli"))]
 
 
 def test_the_planners_parts_import_only_parts_above_them() -> None:
@@ -90,10 +102,10 @@ def test_the_planners_parts_import_only_parts_above_them() -> None:
         assert ours <= {*order[: order.index(mine) + 1]}, module
 
 
-@pytest.mark.parametrize("part", ["config", "artifacts", "planner", "foreign"])
+@pytest.mark.parametrize("part", ["posttrain/config", "posttrain/artifacts", "posttrain/planner", "posttrain_import"])
 def test_a_part_that_every_dry_run_reads_imports_no_torch(part: str) -> None:
-    names = [name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in MODULES]
-    wanted = [f"import posttrain.{name}" for name in names if part_of(name.replace(".", "/")) == part]
+    paths = [path.relative_to(SOURCE).as_posix() for path in sorted((SOURCE / part).rglob("*.py"))]
+    wanted = [f"import {name.removesuffix('.py').removesuffix('/__init__').replace('/', '.')}" for name in paths]
     code = "; ".join(["import sys", *wanted, "sys.exit('torch' in sys.modules)"])
     assert wanted
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

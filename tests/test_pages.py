@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,6 @@ import pytest
 from tests.support.chromium import measure_pages
 from tests.support.synthetic_run import REPOSITORY, make_run
 
-from posttrain.evaluation.serving_page import render_serving
-from posttrain.evaluation.serving_results import Table, tables_beside
 from posttrain.forecast.plan import build_plan
 from posttrain.forecast.plan_page import plan_title, render_plan
 from posttrain.observability.report import render_report
@@ -18,8 +17,6 @@ from posttrain.observability.report_data import read_run, read_run_so_far
 from posttrain.observability.report_summary import summarize
 from posttrain.observability.verdict import judge_run
 from posttrain.planner.resolve import resolve
-from posttrain.rehearsal.outcome import outcome, render
-from posttrain.rehearsal.traces import Call, Trace
 
 WIDTHS = (1400, 700)
 # A plan of a run as large as this takes a page of this height at first sight.
@@ -41,6 +38,9 @@ def write_plan(path: Path, **workflow: Any) -> None:
 
 
 def write_rehearsal(path: Path) -> None:
+    from posttrain_rehearsal.outcome import outcome, render
+    from posttrain_rehearsal.traces import Call, Trace
+
     resolved = resolve({"site": "local", "model": "glm5_4layer"}, REPOSITORY / "config")
     holders = [["weights", "megatron_backend/model.py:103", 1 << 32]]
     call = ("allreduce_", "7", tuple(range(8)), ((8,),), "torch.float32", 32, None)
@@ -57,6 +57,9 @@ def write_rehearsal(path: Path) -> None:
 
 
 def write_serving(path: Path) -> None:
+    from posttrain_serving.benchmark.serving_page import render_serving
+    from posttrain_serving.benchmark.serving_results import Table, tables_beside
+
     (published,) = tables_beside(["published"])
     name = "glm5-1a2b3c4d, sglang on eight H200, FP8, prefill apart from decode, of a cluster with a long name"
     mine = Table(name, published.rows[:6])
@@ -75,8 +78,11 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     write_plan(folder / "plan_glm5.html", model="glm5", nodes=24)
     write_plan(folder / "plan_that_cannot_run.html", model="glm5", set="parallel.expert_model_parallel_size=8")
     write_plan(folder / "plan_demo.html", model="tiny")
-    write_rehearsal(folder / "rehearsal.html")
-    write_serving(folder / "serving.html")
+    # Those of annexes, which may be missing.
+    if find_spec("posttrain_rehearsal"):
+        write_rehearsal(folder / "rehearsal.html")
+    if find_spec("posttrain_serving"):
+        write_serving(folder / "serving.html")
     return {path.stem: path for path in sorted(folder.glob("*.html"))}
 
 

@@ -25,6 +25,7 @@ from tests.support.whole_weights import WholeWeights, alone
 from posttrain.checkpoint.canary import Canary, CanaryPrompt
 from posttrain.config.schema import Config
 from posttrain.data.chat import ChatTokenizer
+from posttrain.engines.canary import Held, hold
 from posttrain.engines.client import EngineClient
 from posttrain.engines.embedded.model import load_model
 from posttrain.engines.embedded.weights import views_by_hub_name
@@ -36,7 +37,6 @@ from posttrain.engines.secret import new_secret
 from posttrain.errors import ConfigError
 from posttrain.planner.resolve import resolve
 from posttrain.planner.sizing.phases import ENGINE_CACHE, ENGINE_WEIGHTS
-from posttrain.serving.canary import Held, hold
 
 pytestmark = [pytest.mark.slow, pytest.mark.sglang]
 # Where the GPU image has SGLang.

@@ -25,7 +25,7 @@ from threading import Lock
 from rich.console import Console
 from rich.table import Table
 from tests.mutants.operators import Mutant, lines_of, mutants_of
-from tests.mutants.runner import LIBRARY, TIMEOUT_SECONDS, MutantRunner, fingerprint
+from tests.mutants.runner import TIMEOUT_SECONDS, MutantRunner, file_of, fingerprint
 from tests.mutants.targets import FUNCTIONS, TARGETS
 from tests.support.workflow_runs import ROOT
 
@@ -91,7 +91,7 @@ def main() -> int:
 
 def mutants_in(module: str) -> list[Mutant]:
     """Return a module's mutants."""
-    source = (LIBRARY / f"{module}.py").read_text()
+    source = file_of(module).read_text()
     lines = lines_of(source, FUNCTIONS[module]) if module in FUNCTIONS else None
     return [mutant for mutant in mutants_of(source) if lines is None or mutant.line in lines]
 
@@ -105,7 +105,7 @@ def sample(mutants: Sequence[Mutant], module: str, most: int) -> list[Mutant]:
 
 def row_name(module: str, mutant: Mutant) -> str:
     """Return how a mutant is called in the results: it stays when lines above it come and go."""
-    return f"{module}:{mutant.key((LIBRARY / f'{module}.py').read_text())}"
+    return f"{module}:{mutant.key(file_of(module).read_text())}"
 
 
 def save(known: dict[str, dict]) -> None:
@@ -144,7 +144,7 @@ def report(work: Sequence[tuple[str, Mutant]], known: dict[str, dict]) -> int:
 def show(name: str) -> int:
     """Print one mutant as a diff, with the end of what the tests say."""
     module = name.partition(":")[0]
-    source = (LIBRARY / f"{module}.py").read_text()
+    source = file_of(module).read_text()
     (mutant,) = [mutant for mutant in mutants_in(module) if row_name(module, mutant) == name]
     lines = (text.splitlines(keepends=True) for text in (source, mutant.apply(source)))
     sys.stdout.writelines(difflib.unified_diff(*lines, f"{module}.py", "mutant", n=2))

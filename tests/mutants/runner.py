@@ -23,7 +23,7 @@ from tests.mutants.operators import Mutant
 from tests.mutants.targets import TARGETS
 from tests.support.workflow_runs import ROOT
 
-LIBRARY = ROOT / "workflow" / "src" / "posttrain"
+LIBRARY = ROOT / "workflow" / "src"
 # Longer than any of the tests takes on a busy machine: a mutant that hangs is found, too.
 TIMEOUT_SECONDS = 120
 # A loop that does not end any more may collect without end, too.
@@ -99,14 +99,14 @@ class MutantRunner:
         # The library finds its configuration and environments by its own place.
         for folder in (ROOT, ROOT / "workflow"):
             (copied / folder.relative_to(ROOT)).mkdir(exist_ok=True)
-            for path in {*folder.iterdir()} - {*LIBRARY.parents}:
+            for path in {*folder.iterdir()} - {LIBRARY, *LIBRARY.parents}:
                 (copied / path.relative_to(ROOT)).symlink_to(path)
         shutil.copytree(LIBRARY, self._library, ignore=shutil.ignore_patterns("__pycache__"))
         self._output = Path(self._folder.name) / "output.txt"
         # Two versions of a module may have the same time and size: nobody may keep what it was compiled to.
-        environment = {**os.environ, "PYTHONPATH": str(self._library.parent), "PYTHONDONTWRITEBYTECODE": "1"}
+        environment = {**os.environ, "PYTHONPATH": str(self._library), "PYTHONDONTWRITEBYTECODE": "1"}
         self._server = subprocess.Popen(
-            [sys.executable, "-c", SERVER, str(self._library.parent)],
+            [sys.executable, "-c", SERVER, str(self._library)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment,
         )  # fmt: skip
         assert self._server.stdout
@@ -114,7 +114,7 @@ class MutantRunner:
 
     def try_mutant(self, module: str, mutant: Mutant) -> str:
         """Return "killed", or "survived", of a mutant under the tests of its module."""
-        path = self._library / f"{module}.py"
+        path = file_of(module, self._library)
         source = path.read_text()
         path.write_text(mutant.apply(source))
         try:
@@ -144,10 +144,15 @@ class MutantRunner:
         self._folder.cleanup()
 
 
+def file_of(module: str, library: Path = LIBRARY) -> Path:
+    """Return the file of a target, which names its annex or lies in `posttrain`."""
+    return library / f"{module if module.startswith('posttrain_') else f'posttrain/{module}'}.py"
+
+
 @cache
 def dependents(module: str) -> set[str]:
     """Return the names of a module and of all that import it, directly or not: what a fork may not keep."""
-    stale, imports = {_name_of(LIBRARY / f"{module}.py")}, _imports()
+    stale, imports = {_name_of(file_of(module))}, _imports()
     while more := {name for name, imported in imports.items() if name not in stale and not stale.isdisjoint(imported)}:
         stale |= more
     return stale
@@ -170,7 +175,7 @@ def _imports() -> dict[str, set[str]]:
 
 
 def _name_of(path: Path) -> str:
-    parts = path.relative_to(LIBRARY.parent).with_suffix("").parts
+    parts = path.relative_to(LIBRARY).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
@@ -179,7 +184,7 @@ def fingerprint(module: str) -> str:
     """Return a hash of a module and of the tests that judge it."""
     places = [ROOT / name.partition("::")[0] for name in TARGETS[module]]
     tests = [path for place in places for path in (sorted(place.rglob("*.py")) if place.is_dir() else [place])]
-    state = hashlib.sha256((LIBRARY / f"{module}.py").read_bytes())
+    state = hashlib.sha256(file_of(module).read_bytes())
     for path in tests:
         state.update(path.read_bytes())
     return state.hexdigest()[:16]

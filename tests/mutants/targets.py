@@ -137,7 +137,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
             "test_a_refusal_says_where_it_leads_or_the_beginning_of_its_text",
         )
     ),
-    "launch/served": (f"{UNIT}/launch/test_served.py",),
+    "posttrain_serving/slurm_servers": ("tests/posttrain_serving/test_slurm_servers.py",),
     "reward/scoring": (
         f"{UNIT}/reward/test_scoring.py",
         f"{UNIT}/reward/test_network.py::test_a_service_is_a_term_of_the_reward_like_any_other",
@@ -185,7 +185,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "planner/sizing/export_check": (f"{UNIT}/planner/sizing/test_export_check.py",),
     # What a launch script of others means.
     **{
-        f"foreign/{part}": tuple(f"{UNIT}/foreign/test_{name}.py" for name in names)
+        f"posttrain_import/{part}": tuple(f"tests/posttrain_import/test_{name}.py" for name in names)
         for part, names in {
             "conversions": ("conversions",),
             **dict.fromkeys(("engine_rows", "run_rows", "trainer_rows"), ("table", "importing")),
@@ -229,6 +229,6 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "observability/report_page": (f"{UNIT}/observability/test_report_page.py",),
     "observability/intervals": (f"{UNIT}/observability/test_intervals.py", f"{UNIT}/observability/test_verdict.py"),
     "observability/verdict": (f"{UNIT}/observability/test_verdict.py", f"{UNIT}/observability/test_suite_results.py"),
-    "evaluation/deployment": (f"{UNIT}/evaluation/test_deployment.py",),
+    "posttrain_serving/precision/deployment": ("tests/posttrain_serving/precision/test_deployment.py",),
     "launch/status": (f"{UNIT}/commands/test_status.py",),
 }

@@ -13,7 +13,7 @@ from tests.support.killing import run_killed
 from tests.support.precisions import ask, make_checkpoints, said_by, words_of
 
 from posttrain.artifacts import read_receipt, receipt_of, require_files
-from posttrain.evaluation.precisions import NUM_LIKELIEST, read_said
+from posttrain_serving.precision.precisions import NUM_LIKELIEST, read_said
 
 
 @pytest.fixture(scope="module")

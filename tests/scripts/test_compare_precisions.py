@@ -9,7 +9,7 @@ from tests.support.killing import LAYER_BY_LAYER, run_killed
 from tests.support.precisions import ask, make_checkpoints, run_script, said_by
 
 from posttrain.artifacts import Receipt, receipt_of, record_files, write_receipt
-from posttrain.evaluation.divergence import Sample, Spoken, divergence
+from posttrain_serving.precision.divergence import Sample, Spoken, divergence
 
 # Nine of ten seconds are imports. Two threads that wait for each other take ten times as long on a busy machine.
 QUICK = {"imports": ["posttrain.evaluation.divergence", *LAYER_BY_LAYER], "env": {"OMP_NUM_THREADS": "1"}}

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from posttrain.foreign.script import FLAG, Script, Word, flags_of
+from posttrain_import.script import FLAG, Script, Word, flags_of
 
 STUB = '#!/bin/sh\n{ printf "%s\\0" "$@"; printf "\\1\\0"; } >> "$CALLS"\n'
 

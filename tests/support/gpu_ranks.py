@@ -84,10 +84,10 @@ def steps(order: dict[str, Any]) -> dict[str, Any]:
     from posttrain.megatron_backend import train_step
     from posttrain.megatron_backend.sleep import SleepingTrainer
     from posttrain.planner.sizing.memory import GIB
-    from posttrain.rehearsal.samples import MadeUpRollouts, shortened
     from posttrain.training.batch import make_updates
     from posttrain.training.phases import PhaseClock
     from posttrain.training.turns import Turns
+    from posttrain_rehearsal.samples import MadeUpRollouts, shortened
 
     config = shortened(resolve(order["request"], CONFIG_DIR).config)
     policy = begin(config)
@@ -119,8 +119,8 @@ def beside_the_plan(config: Config, peaks: Counter[str], clock: Any, asleep_gib:
     from posttrain.planner.sizing.memory_phases import phase_memory
     from posttrain.planner.timing.step_time import optimizer_seconds, trainer_of
     from posttrain.planner.timing.update_time import forward_causes, train_causes
-    from posttrain.rehearsal.outcome import UNSEEN
     from posttrain.training.utilisation import model_flops_utilisation
+    from posttrain_rehearsal.outcome import UNSEEN
 
     trainer, mean = trainer_of(config), sum(lengths) / len(lengths)
     planned = {

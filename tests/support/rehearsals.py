@@ -13,8 +13,8 @@ from tests.support.workflow_runs import ROOT
 
 from posttrain.planner.problems import find_problems
 from posttrain.planner.resolve import resolve
-from posttrain.rehearsal.members import stages_of
-from posttrain.rehearsal.start import VARIABLE, rehearse
+from posttrain_rehearsal.members import stages_of
+from posttrain_rehearsal.start import VARIABLE, rehearse
 
 TOLERANCE = 0.05
 # Weight transfer is not among them: what it holds on its way is not in the plan, which says so.

@@ -5,26 +5,16 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
+from tests.support.published_sizes import COOKBOOK
+
 from posttrain.config.load import merge
 from posttrain.config.schema import Config, Hardware
-from posttrain.serving.checkpoint import Checkpoint, find_checkpoint
-from posttrain.serving.launch import Launch, plan_launch
-from posttrain.serving.wish import Wish
+from posttrain_serving.checkpoint import Checkpoint, find_checkpoint
+from posttrain_serving.launch import Launch, plan_launch
+from posttrain_serving.wish import Wish
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "config"
 NAMES = sorted(path.stem for path in (CONFIG_DIR / "hardware").glob("*.yaml"))
-# seeds/sglang-glm5-cookbook.txt, section 3.2: hardware, weights, tensor parallelism. Two kinds of GPU share a row.
-COOKBOOK = (
-    ("h100", "fp8", 16),
-    ("h100", "bf16", 32),
-    ("h200", "fp8", 8),
-    ("h200", "bf16", 16),
-    ("b200", "fp8", 8),
-    ("b200", "bf16", 16),
-    ("mi300x", "bf16", 8),
-    ("mi325x", "bf16", 8),
-    ("mi355x", "bf16", 8),
-)
 MORE = {
     "throughput": ("glm5", "h200", {"precision": "fp8", "goal": "throughput"}),
     "b200-throughput": ("glm5", "b200", {"precision": "fp8", "goal": "throughput"}),

@@ -10,9 +10,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from posttrain.engines.calls import EngineError
-from posttrain.engines.streaming import Endpoint, open_session, served_models
+from posttrain.engines.streaming import Endpoint, StreamedRequest, open_session, served_models, stream
 from posttrain.engines.teacher_forcing import ForcedTokens
-from posttrain.evaluation.serving import Load, measure_level
 from posttrain.http_answers import OversizedAnswerError, parse_json, read_bounded, read_error, read_refusal
 
 MOST = 4096
@@ -57,9 +56,9 @@ async def models(url: str) -> dict[str, int | None]:
         return await served_models(session, Endpoint(url, "m"))
 
 
-async def level(url: str) -> object:
-    load = Load(4, 1, 0, 0.0, timeout_seconds=20)
-    return await measure_level([Endpoint(url, "m")], lambda row, number: f"{row} {number}", 2, load)
+async def response(url: str) -> object:
+    async with open_session(20, read_bufsize=1 << 22) as session:
+        return await stream(session, Endpoint(url, "m"), StreamedRequest("1 2", output_tokens=4, seed=0))
 
 
 async def check(url: str) -> object:
@@ -105,7 +104,7 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("question", [models, level, check])
+@pytest.mark.parametrize("question", [models, response, check])
 @pytest.mark.parametrize("answer", HOSTILE.values(), ids=HOSTILE)
 def test_every_answer_of_another_form_is_told_with_its_address(
     answer: bytes, question: Callable[[str], Awaitable[object]], monkeypatch: pytest.MonkeyPatch
@@ -120,7 +119,7 @@ def test_every_answer_of_another_form_is_told_with_its_address(
         assert "redirects to 'http://127.0.0.1:9/elsewhere', which is not followed: name the address" in told
 
 
-@pytest.mark.parametrize("question", [models, level, check])
+@pytest.mark.parametrize("question", [models, response, check])
 @pytest.mark.parametrize("endless", [b" " * 4096, b": ping\n" * 500], ids=["spaces", "pings"])
 def test_an_endless_answer_is_read_up_to_a_limit(
     endless: bytes, question: Callable[[str], Awaitable[object]], monkeypatch: pytest.MonkeyPatch
@@ -128,7 +127,6 @@ def test_an_endless_answer_is_read_up_to_a_limit(
     for name in ("posttrain.engines.calls.MAX_ANSWER_BYTES", "posttrain.engines.streaming.STREAM_BYTES"):
         monkeypatch.setattr(name, MOST)
     monkeypatch.setattr(read_bounded, "__defaults__", (MOST,))
-    monkeypatch.setattr("posttrain.evaluation.serving.READ_BYTES", MOST)
     monkeypatch.setattr(ForcedTokens, "_max_answer_bytes", MOST)
     told = ask(ENDLESS % b"application/json", question, endless)
     assert isinstance(told, str)

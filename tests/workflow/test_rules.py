@@ -11,7 +11,7 @@ import pytest
 from tests.support.planned_jobs import planned_jobs
 from tests.support.workflow_runs import ROOT, run_snakemake
 
-from posttrain.__main__ import ALONE, COMMANDS
+from posttrain.__main__ import ALONE, ANNEXES, COMMANDS
 from posttrain.config.site_rules import time_limit_minutes
 from posttrain.planner.job_needs import RuleNeeds, check_served, job_needs
 from posttrain.planner.resolve import resolve
@@ -46,9 +46,14 @@ def test_rules_share_their_names_with_scripts_and_commands() -> None:
     scripts = {path.stem for path in (ROOT / "scripts").glob("*.py")}
     modules = {path.stem for path in (ROOT / "workflow/src/posttrain/commands").glob("*.py")} - {"__init__"}
     tests = {path.stem.removeprefix("test_") for path in (ROOT / "tests/unit/commands").glob("test_*.py")}
-    assert modules == tests == {name.replace("-", "_") for name in COMMANDS}
-    assert RULES.keys() - WITHOUT_WORK == scripts | modules - {name.replace("-", "_") for name in ALONE}
-    assert scripts & modules == set()
+    commands, of_annexes, alone = ({name.replace("-", "_") for name in names} for names in (COMMANDS, ANNEXES, ALONE))
+    assert modules == tests == commands - of_annexes
+    for path in (module.replace(".", "/") for module in ANNEXES.values()):
+        folder, _, name = path.rpartition("/")
+        assert (ROOT / f"workflow/src/{path}.py").exists()
+        assert (ROOT / f"tests/{folder}/test_{name}.py").exists()
+    assert RULES.keys() - WITHOUT_WORK == scripts | commands - alone
+    assert scripts & commands == set()
 
 
 @pytest.mark.parametrize("name", sorted(RULES.keys() - {"all"}))

@@ -35,7 +35,7 @@ from posttrain.preflight.nvfp4 import refuse_unservable
 from posttrain.preflight.refusals import refusal, refuse_unfit
 from posttrain.preflight.storage import require_writable
 from posttrain.readable import counted
-from posttrain.rehearsal.record import describe_rehearsal
+from posttrain.planner.rehearsal_record import describe_rehearsal
 from posttrain.training.lineage import refuse_other_run
 
 IS_READ_AGAIN = name_driver()

@@ -1,4 +1,4 @@
-"""What a chunk says, in each dialect; times are tested against an endpoint in evaluation/test_serving.py."""
+"""What a chunk says, in each dialect; times are tested against an endpoint in tests/posttrain_serving/benchmark."""
 
 import dataclasses
 

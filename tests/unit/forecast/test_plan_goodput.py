@@ -2,7 +2,8 @@ import dataclasses
 import json
 
 import pytest
-from tests.unit.conftest import CONFIG_DIR, resolve_model
+from tests.conftest import resolve_model
+from tests.support.workflow_runs import ROOT
 
 from posttrain.forecast.plan import build_plan
 from posttrain.forecast.plan_goodput import GOAL, INTERVALS, NODE_COUNTS, RATES, goodput_chart
@@ -159,7 +160,7 @@ def test_it_is_the_same_every_time(plan):
 
 
 def test_the_docs_have_these_figures(plan):
-    text = (CONFIG_DIR.parent / "docs" / "runs.md").read_text()
+    text = (ROOT / "docs" / "runs.md").read_text()
     lines = [line for line in text.splitlines() if line.endswith("% |")]
     rates = plan["goodput"]["rates"]
     expected = [

@@ -1,7 +1,7 @@
 """`posttrain`, or `python -m posttrain`: what only looks, computes or compares; what is made, Snakemake's rules make.
 
-Each command is a module of `posttrain.commands` that is imported when it is asked for, and the alias of the same name
-under `snakemake` calls the same.
+Each command is a module of `posttrain.commands` or of an annex. It is imported when it is asked for, and the alias of
+the same name under `snakemake` calls the same.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import argparse
 import importlib
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,13 @@ COMMANDS = {
     "benchmark": "how fast an endpoint answers, by requests in flight; `snakemake benchmark_serving` measures a run",
     "model": "a model's file from a checkpoint's config.json",
     "import-flags": "a configuration from a launch script of slime or miles, and what of it has no key here",
+}
+# Modules of annexes: packages beside `posttrain`, each of which an installation may lack.
+ANNEXES = {
+    "rehearse": "posttrain_rehearsal.command",
+    "serve": "posttrain_serving.command",
+    "benchmark": "posttrain_serving.benchmark.command",
+    "import-flags": "posttrain_import.command",
 }
 # Who asks for these knows a run by its name, and need not say what it learns.
 LOOKS = ("status", "snapshot", "attach", "gc", "replay")
@@ -137,15 +145,14 @@ def main() -> None:
 def _answer() -> None:
     options = _parse_arguments()
     if options["command"] == MAKES:
-        make = importlib.import_module("posttrain.commands.import_flags").main
-        make(options["config"], options["script"], options["output"])
+        _command(MAKES).main(options["config"], options["script"], options["output"])
         return
     if options["command"] == DESCRIBES:
-        importlib.import_module("posttrain.commands.model").main(options["folder"], options["name"], options["output"])
+        _command(DESCRIBES).main(options["folder"], options["name"], options["output"])
         return
     if options["command"] == MEASURES:
         del options["command"], options["config"]
-        importlib.import_module("posttrain.commands.benchmark").main(**options)
+        _command(MEASURES).main(**options)
         return
     if options["command"] == SERVES:
         del options["command"]
@@ -153,19 +160,27 @@ def _answer() -> None:
         words, files = options.pop("config"), options.pop("configfile")
         names = [word for word in words if "=" not in word]
         settings = [word for word in words if word not in names]
-        importlib.import_module("posttrain.commands.serve").main(settings, files, " ".join(names), **options)
+        _command(SERVES).main(settings, files, " ".join(names), **options)
         return
     command, folder, resolved, files, words = (
         options.pop(key) for key in ("command", "directory", "resolved", "configfile", "config")
     )
-    name = command.replace("-", "_")
     request = {} if resolved else read_request(CONFIG_DIR, files, words)
     os.chdir(folder)
     paths = Paths(resolved or _resolve(request))
     announce_sharing(paths.store, paths.resolved.config.site.store_group)
-    if name not in LOOKS:
+    if command not in LOOKS:
         refuse_other_run(paths)
-    importlib.import_module(f"posttrain.commands.{name}").main(paths, **options)
+    _command(command).main(paths, **options)
+
+
+def _command(name: str) -> Any:
+    """Import the module of a command."""
+    return importlib.import_module(ANNEXES.get(name, f"posttrain.commands.{name.replace('-', '_')}"))
+
+
+def _is_installed(name: str) -> bool:
+    return name not in ANNEXES or find_spec(ANNEXES[name].partition(".")[0]) is not None
 
 
 def _resolve(request: dict[str, Any]) -> Resolved:
@@ -179,6 +194,8 @@ def _parse_arguments() -> dict[str, Any]:
     parser = argparse.ArgumentParser(prog="posttrain", description=DESCRIPTION, epilog=EPILOG, formatter_class=_Raw)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, line in COMMANDS.items():
+        if not _is_installed(name):
+            continue
         subject = SUBJECTS.get(name, "")
         usage = f"posttrain {name} {subject}[OPTION ...] [KEY=VALUE ...]"
         rule = [name.replace("-", "_")] if "-" in name else []
@@ -197,6 +214,8 @@ def _parse_arguments() -> dict[str, Any]:
     if unknown := [word for word in words if word.startswith("-")]:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     arguments.config += words
+    # The rule of the same name has underscores.
+    arguments.command = arguments.command.replace("_", "-")
     return vars(arguments)
 
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from posttrain.planner.flags.environment import hardware_environment
 from posttrain.planner.flags.flag import as_environment
-from posttrain.planner.flags.serving_flags import serving_environment
 from posttrain.planner.flags.sglang_flags import environment_flags
 
 NVLINK = "NCCL_P2P_LEVEL"
 
 
 def test_engines_of_training_get_it_too(resolved):
-    config = resolved("qwen3_4b", hardware="rtx_pro_6000").config
-    trained, served = as_environment(environment_flags(config)), as_environment(serving_environment(config))
-    assert served.items() <= trained.items()
-    assert (served[NVLINK], served["NCCL_IB_DISABLE"]) == ("PHB", "1")
+    trained = as_environment(environment_flags(resolved("qwen3_4b", hardware="rtx_pro_6000").config))
+    assert (trained[NVLINK], trained["NCCL_IB_DISABLE"]) == ("PHB", "1")
     assert NVLINK not in as_environment(environment_flags(resolved("qwen3_4b", hardware="h100").config))
 
 
@@ -25,12 +22,6 @@ def test_between_nodes_infiniband_is_the_way(resolved):
     assert NVLINK in given
 
 
-def test_prefill_and_decode_are_on_different_nodes(resolved):
-    config = resolved("qwen3_4b", hardware="rtx_pro_6000").config
-    assert "NCCL_IB_DISABLE" not in as_environment(serving_environment(config, "decode"))
-
-
 def test_a_sites_own_word_is_the_last(resolved):
     config = resolved("qwen3_4b", hardware="rtx_pro_6000", set=f"site.engine_environment=[{NVLINK}=SYS]").config
     assert as_environment(environment_flags(config))[NVLINK] == "SYS"
-    assert as_environment(serving_environment(config))[NVLINK] == "SYS"

@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 
 import pytest
-from tests.support.serving_cases import COOKBOOK
+from tests.support.published_sizes import COOKBOOK
 
 from posttrain.planner.sizing.capacity import check_declared, check_typical
 from posttrain.planner.sizing.engine import fits, serving_gib_per_gpu

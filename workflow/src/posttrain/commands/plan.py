@@ -8,7 +8,7 @@ from posttrain.errors import Problem, raise_if_any
 from posttrain.forecast.plan import build_plan
 from posttrain.forecast.plan_page import judge_plan, render_plan
 from posttrain.forecast.plan_table import print_plan
-from posttrain.rehearsal.record import describe_rehearsal
+from posttrain.planner.rehearsal_record import describe_rehearsal
 
 
 def main(paths: Paths, jobs_at_once: int | None) -> None:

@@ -18,9 +18,9 @@ from posttrain.checkpoint.formats.hf_layout import check_layout, read_object
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
 from posttrain.checkpoint.formats.tied_copies import KEEP, differing_copies
 from posttrain.config.schema import Model
+from posttrain.engines.canary import BOUNDS, Held, compare
 from posttrain.errors import ConfigError, Problem, raise_if_any
 from posttrain.evaluation.layerwise import Loading, logprobs_by_layer, logprobs_whole
-from posttrain.serving.canary import BOUNDS, Held, compare
 
 log = logging.getLogger(__name__)
 

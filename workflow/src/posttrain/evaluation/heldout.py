@@ -23,6 +23,7 @@ from posttrain.config.suites import HELD_OUT, exams_of
 from posttrain.data.chat import ChatTokenizer
 from posttrain.data.dataset import load_prompts
 from posttrain.data.dataset_files import HELDOUT
+from posttrain.engines.asked import right_engines
 from posttrain.engines.client import EngineClient
 from posttrain.engines.given import AskedEngines, client_of, engines_to_ask
 from posttrain.engines.responses import GenerateRequest, GenerateResult
@@ -32,7 +33,6 @@ from posttrain.observability.progress import ProgressBar
 from posttrain.reward.graders import GraderPool
 from posttrain.reward.scoring import Scored, Scorer, check_failures
 from posttrain.rollout.answers import answer_of
-from posttrain.serving.asked import right_engines
 from posttrain.types import Prompt
 
 # Of an exam: what was asked, a result for each request, and the seconds that sampling took.

@@ -23,11 +23,11 @@ import yaml
 from posttrain.artifacts import read_json
 from posttrain.config.schema import Config
 from posttrain.data.chat import parse_template_kwargs
+from posttrain.engines.asked import right_engines
 from posttrain.engines.given import AskedEngines, engines_to_ask
 from posttrain.engines.one_address import one_address
 from posttrain.preflight.lm_eval import lm_eval_python
 from posttrain.processes import end_processes, start_child
-from posttrain.serving.asked import right_engines
 
 log = logging.getLogger(__name__)
 

@@ -34,9 +34,9 @@ Without DeepEP's dispatcher a rank permutes its own rows, and those that arrive:
 and s K where no other rank has experts. Where the embedding is the output matrix as well, its gradient p V H of the
 loss lies beside the layers' until the embedding has its own.
 
-Source: counted operation by operation in the rehearsal (`posttrain.rehearsal`) of Transformer Engine and Megatron Core,
+Source: counted operation by operation in the rehearsal (`posttrain_rehearsal`) of Transformer Engine and Megatron Core,
 whose places are `pytorch/module/base.py` (`get_dummy_wgrad`), `pytorch/cpp_extensions/gemm.py` (workspaces),
-`core/transformer/moe/`, `core/fusions/`; `tests/rehearsal/test_plan_against_rehearsal.py` holds them against it.
+`core/transformer/moe/`, `core/fusions/`. `tests/posttrain_rehearsal/test_plan_against_rehearsal.py` compares the two.
 """
 
 from __future__ import annotations

@@ -1,0 +1,67 @@
+"""The engines' flags of slime and miles: `--sglang-...` goes to SGLang without that beginning."""
+
+from __future__ import annotations
+
+from posttrain_import import conversions as to
+from posttrain_import.row import row
+
+_KERNELS = "hardware.kernels"
+ENGINE = (
+    row("--rollout-num-gpus-per-engine W", "engine.gpus_per_engine engine.num_engines", "--tp-size",
+        "as many engines as the GPUs of the trainer hold", convert=to.engines, absent="1"),
+    row("--sglang-ep-size W", "engine.gpus_per_engine engine.dp_attention", "--ep-size",
+        "1 where GPUs share each request and FP8 blocks can be cut", convert=to.follows),
+    row("--sglang-tp-size W", "engine.gpus_per_engine", "--tp-size", convert=to.follows),
+    row("--sglang-enable-dp-attention --sglang-dp-size W", "engine.dp_attention", "--enable-dp-lm-head --attn-dp-size",
+        "the two are deprecated", told="`--attn-dp-size W`", absent="false", late=True),
+    row("--sglang-moe-dense-tp-size 1", "engine.dp_attention", "--moe-dense-tp-size",
+        convert=to.follows),
+    row("--sglang-enable-dp-lm-head", "engine.dp_attention", "--enable-dp-lm-head", convert=to.follows),
+    row("--sglang-mem-fraction-static 0.70", "engine.mem_fraction_static", "--mem-fraction-static"),
+    row("--sglang-attention-backend nsa", "", "--attention-backend", "renamed; `dsa` follows from the model",
+        renamed={"nsa": "dsa"}),
+    row("--sglang-nsa-prefill-backend flashmla_sparse", f"{_KERNELS}.dsa_prefill", "--dsa-prefill-backend", "renamed",
+        late=True),
+    row("--sglang-nsa-decode-backend flashmla_sparse", f"{_KERNELS}.dsa_decode", "--dsa-decode-backend", "renamed",
+        late=True),
+    row("--sglang-page-size 64", "", "--page-size", "constant"),
+    row("--sglang-kv-cache-dtype bf16", "", "--kv-cache-dtype", "constant", renamed={"bfloat16": "bf16"}),
+    row("--sglang-cuda-graph-max-bs B", "engine.graph_batch_size", "--cuda-graph-max-bs-decode",
+        "renamed; B 256, or 8 beside engines that only prefill; there more when a step gives a rank more", late=True),
+    row("--sglang-cuda-graph-bs 1 2 4", "engine.graph_batch_size", "",
+        "SGLang chooses the sizes below the largest", not_here="only the largest is a key"),
+    row("--sglang-max-running-requests 512", "engine.max_running_requests engine.pd.max_running_requests",
+        "--max-running-requests", convert=to.running_requests),
+    row("--sglang-chunked-prefill-size 2048*W", f"{_KERNELS}.chunked_prefill_tokens", "--chunked-prefill-size",
+        "unless the hardware says otherwise it follows from `engine.gpus_per_engine`", late=True),
+    row("--sglang-watchdog-timeout 3600", f"{_KERNELS}.watchdog_seconds", "--watchdog-timeout", late=True),
+    row("--sglang-moe-a2a-backend deepep --sglang-deepep-mode auto", "engine.deepep",
+        "--moe-a2a-backend --deepep-mode", "with FP8 weights (`rollout.fp8`) and data-parallel attention",
+        convert=to.all_to_all, absent="none", late=True),
+    row("--sglang-moe-runner-backend triton", f"{_KERNELS}.moe_runner_fp8 {_KERNELS}.moe_runner_bf16",
+        "--moe-runner-backend", "B200, GB300; `flashinfer_trtllm_routed` for FP8", convert=to.moe_runner, late=True),
+    row("--sglang-speculative-num-steps 3", "engine.mtp_steps", "--speculative-num-steps", absent="0"),
+    row("--sglang-speculative-algorithm EAGLE --sglang-speculative-eagle-topk 1 "
+        "--sglang-speculative-num-draft-tokens 4", "",
+        "--speculative-algorithm --speculative-eagle-topk --speculative-num-draft-tokens",
+        "follow from `engine.mtp_steps`"),
+    row("--sglang-enable-deterministic-inference", "engine.deterministic", "--enable-deterministic-inference",
+        convert=to.always(engine__deterministic=True), absent="false"),
+    row("--prefill-num-servers 1", "engine.pd.num_prefill_engines engine.pd.gpus_per_prefill_engine", "",
+        "with W 16, or 64 from 16 nodes on, in the recipes of 6, 16 and 32 nodes",
+        told="`--disaggregation-mode prefill` and `decode`, `--disaggregation-transfer-backend`, "
+        "`--disaggregation-decode-retraction-backup cpu_tensor`",
+        convert=to.prefill_engines, absent="0"),
+    row("--offload-rollout --offload", "engine.sleep", "",
+        "colocation sets it, there",
+        told="`--enable-memory-saver`, with drafts `--enable-draft-weights-cpu-backup`"),
+    row("SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK", "engine.graph_batch_size engine.mtp_steps",
+        "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK",
+        "256, or 32; more when the largest graph with drafts needs it"),
+    row("NVSHMEM_DISABLE_NCCL=1", "", "NVSHMEM_DISABLE_NCCL", "constant, with DeepEP"),
+    row("SGLANG_NSA_FORCE_MLA=1", note="left out, because SGLang 0.5.23 has no such variable"),
+    row("INDEXER_ROPE_NEOX_STYLE=0",
+        note="left out, because SGLang 0.5.23 reads `indexer_rope_interleave` from `config.json`"),
+    row("--fp8-rollout", "rollout.fp8", "",
+        "of miles' launcher, off unless given: the folder of FP8 weights as `--model-path`; on here"),
+)  # fmt: skip

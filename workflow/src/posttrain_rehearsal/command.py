@@ -1,0 +1,35 @@
+"""Run two training steps of a configuration, at full size and without a GPU, and say what would fail on one."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+from posttrain.artifacts import Paths, write_json, write_text
+from posttrain.errors import Problem, raise_if_any
+from posttrain.forecast.plan_page import plan_title
+from posttrain.planner.rehearsal_record import file_of
+from posttrain.processes import scratch_folder
+from posttrain_rehearsal.outcome import judge, render
+from posttrain_rehearsal.start import rehearse, require_rehearsable
+
+
+def main(paths: Paths) -> None:
+    """Rehearse, write JSON and page, and end with the problems."""
+    require_rehearsable(paths.resolved)
+    with scratch_folder("rehearsal-"), ThreadPoolExecutor(1) as beside:
+        # It needs torch, which whoever only imports this does not, and which leaves folders behind.
+        from posttrain_rehearsal.engine_side import rehearse_engines
+
+        of_engines = beside.submit(rehearse_engines, paths.resolved.config)
+        found = rehearse(paths.resolved)
+        engines = of_engines.result()
+    found["engine_side"] = engines
+    found["problems"] += engines["problems"]
+    found["stand_ins"] |= engines["stand_ins"]
+    page = file_of(paths).with_suffix(".html")
+    write_text(page, render(found, plan_title(paths.resolved.config)))
+    write_json(file_of(paths), found)
+    judge(found).print()
+    print(f"engines: {engines['not_rehearsed'] or 'rehearsed, too'}", flush=True)
+    print(f"rehearsal: {page.resolve()}", flush=True)
+    raise_if_any([Problem(**problem) for problem in found["problems"]])

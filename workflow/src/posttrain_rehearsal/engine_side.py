@@ -1,0 +1,226 @@
+"""The engines of a configuration, as SGLang resolves their command lines and loads what an update sends.
+
+SGLang runs in its own environment, on GPUs that are only said to be there (`in_sglang`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from posttrain.artifacts import read_json, write_json
+from posttrain.checkpoint.formats.as_transformers import hub_config
+from posttrain.checkpoint.formats.hf_config import fixed_values
+from posttrain.checkpoint.formats.safetensors_io import TensorSpec
+from posttrain.checkpoint.param_names import expected_tensors
+from posttrain.checkpoint.quantization.quantized_names import layer_of
+from posttrain.config.command_line import CONFIG_DIR
+from posttrain.config.schema import Config
+from posttrain.engines import in_sglang
+from posttrain.engines.buckets import make_buckets
+from posttrain.engines.in_sglang.posttrain_plugin.followed import DTYPES
+from posttrain.engines.launch_command import render_engine_command
+from posttrain.errors import Problem
+from posttrain.planner.flags.flag import Flag
+from posttrain.planner.flags.sglang_flags import nodes_per_engine, roles, sglang_flags, world_size
+from posttrain.processes import start_child
+from posttrain.weight_sync.publish import MIB, served_format
+from posttrain_rehearsal.in_sglang.stand_in_gpus import KERNELS
+from posttrain_rehearsal.members import shallow
+
+# Where SGLang's environment is, if it is not in the clone.
+VARIABLE = "POSTTRAIN_SGLANG_ENV"
+STAMP = ".posttrain-sglang-cpu"
+MAX_NAMED = 5
+STAND_INS = {
+    "GPUs, for SGLang": "architecture, memory and number are the configured ones; a driver or NVML answers nothing",
+    "kernels, for SGLang": f"packages ({', '.join(KERNELS)}) can be imported and do nothing; flashinfer is not there, "
+    "and defaults that name it become others (sampling: pytorch)",
+    "groups, for SGLang": "are its own, of the engine's size; nothing is sent, and none of its communicators is made",
+    "weights, for SGLang": "shapes without memory, of few layers; an update meets parameters as they were built: what "
+    "rearranges or requantises them after loading (process_weights_after_loading) does not run, and values derived by "
+    "load_weights itself are not looked at",
+}
+Sent = tuple[str, TensorSpec]
+
+
+def home() -> Path | None:
+    """Return where SGLang's environment is; None where nobody has made it."""
+    folder = Path(os.environ.get(VARIABLE) or CONFIG_DIR.parent / ".envs" / "sglang-cpu").absolute()
+    return folder if (folder / STAMP).exists() else None
+
+
+def rehearse_engines(config: Config, changed: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Resolve the command line of each kind of engine, and send it an update.
+
+    Args:
+        config: The resolved configuration.
+        changed: For tests: "argv" that is added, or "sent" in the place of what the transfer sends.
+
+    Returns:
+        "not_rehearsed": why, or ""; "engines": one row each; "problems"; "seconds"; "stand_ins".
+    """
+    started, changed = time.perf_counter(), changed or {}
+    found: dict[str, Any] = {"not_rehearsed": "", "engines": [], "problems": [], "stand_ins": {}}
+    if config.engine.kind != "sglang":
+        return found | {"not_rehearsed": f"engine.kind = {config.engine.kind} has no SGLang"}
+    if not (folder := home()):
+        return found | {"not_rehearsed": "`make env-sglang` makes the environment in which SGLang runs"}
+    rehearsed = shallow(config)
+    sent = changed.get("sent") or [*sent_tensors(rehearsed)]
+    with tempfile.TemporaryDirectory() as name:
+        given = _given(config, rehearsed, sent, changed.get("argv", ()), Path(name))
+        write_json(Path(name) / "given.json", given)
+        _run(folder, Path(name), given["engines"][0]["environment"])
+        rows = [_row(engine, Path(name)) for engine in given["engines"]]
+    problems = [
+        problem
+        for role, row in zip(roles(config), rows, strict=True)
+        for problem in find_engine_problems(row, sglang_flags(config, role))
+    ]
+    return found | {
+        "engines": rows,
+        "problems": [problem.as_dict() for problem in problems],
+        "seconds": round(time.perf_counter() - started, 1),
+        "stand_ins": dict(STAND_INS),
+    }
+
+
+def sent_tensors(config: Config) -> Iterator[Sent]:
+    """Yield what a weight transfer sends, in its order: Hub names, FP8 codes and scales where engines serve FP8.
+
+    With drafts engines that started without weights get the MTP layers, too, from the checkpoint.
+    """
+    arch, served = config.model.architecture, served_format(config)
+    for name, spec in expected_tensors(arch).items():
+        if (layer_of(name) or 0) >= arch.num_hidden_layers and not config.engine.mtp_steps:
+            continue
+        if served and served.selection.includes(name, spec.shape):
+            yield from served.served_specs(name, spec).items()
+        else:
+            yield name, spec
+
+
+def _given(
+    config: Config, rehearsed: Config, sent: Sequence[Sent], more: Sequence[str], folder: Path
+) -> dict[str, Any]:
+    arch, hardware, served = rehearsed.model.architecture, config.hardware, served_format(rehearsed)
+    quantization = {"quantization_config": served.quantization_config(expected_tensors(arch))} if served else {}
+    write_json(folder / "model" / "config.json", hub_config(arch, fixed_values(arch)) | quantization)
+    tensors = ((name, torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device="meta")) for name, spec in sent)
+    dtypes = {name: spec.dtype for name, spec in sent}
+    engines = []
+    for role in roles(config):
+        command = render_engine_command(
+            config, 0, folder / "model", "127.0.0.1", 30000, 0, "127.0.0.1:29500", role=role, without_weights=True
+        )
+        ranks = world_size(config, role)
+        engines.append(
+            {
+                "name": role,
+                "argv": [*command.argv[3:], *more],
+                "environment": dict(command.env),
+                "world_size": ranks,
+                "nodes": nodes_per_engine(config, role),
+                "ranks": sorted({0, ranks - 1}),
+            }
+        )
+    return {
+        "device": {
+            "name": hardware.name.upper(),
+            "capability": [int(number) for number in hardware.compute_capability.split(".")],
+            "memory_bytes": int(hardware.memory_gib_per_gpu * (1 << 30)),
+            "count": hardware.gpus_per_node,
+        },
+        "engines": engines,
+        "buckets": [
+            [[name, [*tensor.shape], dtypes[name]] for name, tensor in bucket]
+            for bucket in make_buckets(tensors, config.engine.weight_bucket_mib * MIB, arch.q_lora_rank > 0)
+        ],
+    }
+
+
+def _run(environment: Path, folder: Path, variables: Mapping[str, str]) -> None:
+    names = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "SGLANG_USE_CPU_ENGINE", "CUDA_VISIBLE_DEVICES")
+    shell = {name: value for name, value in os.environ.items() if name not in names}
+    own = {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1", "TMPDIR": str(folder), "SGLANG_CACHE_DIR": str(folder)}
+    own |= {"PYTHONPATH": in_sglang.__path__[0]}
+    words = [str(environment / "bin" / "python"), str(Path(__file__).with_name("in_sglang")), str(folder)]
+    start_child(words, env={**shell, **variables, **own}, stdout=sys.stderr).wait()
+
+
+def _row(engine: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    ended = {"refused": "it ended without a word; what it printed stands above", "where": ""}
+    file = folder / f"{engine['name']}.json"
+    told = read_json(file) if file.exists() else ended
+    loaded = {}
+    for rank in engine["ranks"] if not told["refused"] else []:
+        file = folder / f"{engine['name']}.{rank}.json"
+        loaded[str(rank)] = (
+            read_json(file)
+            if file.exists()
+            else {"not_built": {"kind": "", "message": ended["refused"], "where": "", "is_refused": False}}
+        )
+    return {"role": engine["name"], "world_size": engine["world_size"], **told, "ranks": loaded}
+
+
+def find_engine_problems(row: Mapping[str, Any], flags: Sequence[Flag]) -> Iterator[Problem]:
+    """Yield what SGLang refuses, and what of an update does not arrive as it should.
+
+    Args:
+        row: Of one kind of engine.
+        flags: Its command line.
+    """
+    if words := row["refused"]:
+        keys = [key for item in flags if _is_named(item.name, words) for key in item.keys]
+        yield Problem(
+            ", ".join(dict.fromkeys(keys)) or f"engine ({row['role']})",
+            f"SGLang refuses: {words}",
+            "what its own argument resolution takes",
+            f"look at {row.get('where') or 'its command line in the plan'}",
+        )
+        return
+    told: dict[tuple[str, str], list[str]] = {}
+    remedies = {}
+    for rank, loaded in row["ranks"].items():
+        for value, allowed, remedy in _faults(loaded):
+            told.setdefault((value, allowed), []).append(rank)
+            remedies[value, allowed] = remedy
+    for (value, allowed), ranks in told.items():
+        key = f"weight transfer ({row['role']}, rank {', '.join(ranks)})"
+        yield Problem(key, value, allowed, remedies[value, allowed])
+
+
+def _is_named(flag: str, words: str) -> bool:
+    name = flag.removeprefix("--")
+    return bool(re.search(rf"\b({re.escape(name)}|{name.replace('-', '_')})\b", words))
+
+
+def _faults(loaded: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    if failed := loaded.get("not_built"):
+        if failed["is_refused"]:
+            yield f"{failed['kind']}: {failed['message']}", "a model that SGLang builds", f"look at {failed['where']}"
+        return
+    names = "checkpoint/param_names has the names, SGLang's model class what it knows"
+    if failed := loaded["failed"]:
+        words = failed["message"].splitlines()[0]
+        yield f"{failed['name']}: {failed['kind']}: {words}", "load_weights takes it", f"look at {failed['where']}"
+    for kind, found, allowed in (
+        ("unknown", "is sent and not loaded", "each tensor that is sent is loaded"),
+        ("never", "is never loaded", "each parameter is loaded"),
+        ("partly", "is loaded in part", "each parameter is loaded"),
+        ("twice", "is loaded more than once", "each parameter is loaded once"),
+        ("odd", "has another shape", "each tensor has the shape of its place"),
+        ("derived", "is made of a tensor that is sent, and no copy", "digests and sharded transfers know copies"),
+    ):
+        if some := loaded[kind]:
+            more = f" and {len(some) - MAX_NAMED} more" if len(some) > MAX_NAMED else ""
+            yield f"{found}: {', '.join(some[:MAX_NAMED])}{more}", allowed, names

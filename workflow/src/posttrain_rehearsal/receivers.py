@@ -1,0 +1,136 @@
+"""Engines that get weights from shard to shard: what they hold is made up, and messages to them arrive nowhere."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from posttrain.config.derived import world_size
+from posttrain.config.schema import Config
+from posttrain.engines.buckets import weight_of
+from posttrain.engines.in_sglang.posttrain_plugin.channel import Channel
+from posttrain.engines.in_sglang.posttrain_plugin.mapped import HANDLE_BYTES
+from posttrain.engines.in_sglang.posttrain_plugin.places import Place, Ways
+from posttrain.megatron_backend.weights import DTYPES
+from posttrain.weight_sync.holdings import CODES, Held, HeldPart, Holdings
+from posttrain_rehearsal.distributed import require_nccl_takes
+from posttrain_rehearsal.recorder import Recorder
+
+# All members have the same, so that NCCL takes them.
+NCCL = "2"
+
+
+def provide(recorder: Recorder, config: Config) -> None:
+    """Let a transfer's members meet nobody, its messages leave, and memory that a GPU shares be a tensor."""
+    from posttrain.engines.in_sglang.posttrain_plugin import sending
+    from posttrain.weight_sync import sharded
+
+    places = places_of(config)
+
+    class SimulatedChannel(Channel):
+        def __init__(self, store: Any, rank: int, size: int, seconds: float, relays: int, device: torch.device):
+            assert size == len(places), f"{size} members, {len(places)} places"
+            self._group, self._among_devices, self._buffers = None, None, {}
+            self.rank, self.device, self.num_sent, self.num_received = rank, device, 0, 0
+            self.ways = Ways(places, relays)
+            self._members = self.ways.group
+
+        def send(self, message: torch.Tensor, to: int, tag: int) -> Any:
+            assert message.device.type == "cpu", "gloo sends what lies on the host"
+            return _Done()
+
+        def receive(self, place: torch.Tensor, by: int, tag: int) -> Any:
+            return _Done()
+
+        def among_devices(self, sent: Sequence[Any], received: Sequence[Any]) -> list[Any]:
+            assert {member for member, _ in (*sent, *received)} <= {*self._members}
+            messages = [message for _, message in (*sent, *received)]
+            require_nccl_takes(messages)
+            recorder.kernel(0, sum(message.nbytes for message in messages))
+            return []
+
+        def close(self) -> None:
+            """Nobody waits for this rank."""
+
+    sharded.Channel = SimulatedChannel  # type: ignore[assignment,misc]
+    sharded._meeting_place = lambda: (None, "")
+    sharded._store = lambda *_: None  # type: ignore[assignment,return-value]
+    sending.Shared = _Shared  # type: ignore[assignment,misc]
+
+
+class _Done:
+    def wait(self, *_: Any) -> None:
+        """It has left already."""
+
+
+class _Shared:
+    """Memory that nobody else maps."""
+
+    handle = bytes(HANDLE_BYTES)
+
+    def __init__(self, num_bytes: int, device: torch.device):
+        self.values = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+    def close(self) -> None:
+        """Give it back."""
+        self.values = torch.empty(0, dtype=torch.uint8)
+
+
+def places_of(config: Config) -> list[Place]:
+    """Return where trainer and engine ranks are: on the same GPUs, or engines on nodes of their own."""
+    trainers = world_size(config)
+    first = trainers if config.engine.own_nodes else 0
+    gpus = [*range(trainers), *range(first, first + sum(engine_sizes(config)))]
+    return [Place(f"GPU {gpu}", f"node {gpu // config.hardware.gpus_per_node}", NCCL) for gpu in gpus]
+
+
+def engine_sizes(config: Config) -> list[int]:
+    """Return the GPUs of each engine."""
+    engine = config.engine
+    sizes = [engine.gpus_per_engine] * engine.num_engines
+    return sizes + [engine.pd.gpus_per_prefill_engine] * engine.pd.num_prefill_engines
+
+
+@dataclass(frozen=True)
+class MadeUpHoldings(Holdings):
+    """Each engine holds what ranks that are there have of one layer and expert of each kind, dealt to its ranks.
+
+    Args:
+        config: The resolved configuration.
+    """
+
+    config: Config
+
+    @cached_property
+    def held(self) -> Held:
+        """What they hold."""
+        of_senders: dict[int, dict[str, None]] = defaultdict(dict)
+        for name, boxes in self.values.holders.items():
+            for sender in {sender for senders in boxes.values() for sender in senders}:
+                of_senders[sender][weight_of(name)] = None
+        names = {name for held in of_senders.values() for name in one_of_each_kind([*held])}
+        dtypes = {name: str(DTYPES.get(spec.dtype, CODES)) for name, spec in self.values.sent_specs.items()}
+        parts = [
+            HeldPart(name, box, dtypes[name].removeprefix("torch."))
+            for name, boxes in self.values.holders.items()
+            if weight_of(name) in names
+            for box in boxes
+        ]
+        sizes = engine_sizes(self.config)
+        return Held(
+            parts, [[[*range(rank, len(parts), size)] for rank in range(size)] for size in sizes], [""] * len(sizes)
+        )
+
+
+def one_of_each_kind(names: Sequence[str]) -> set[str]:
+    """Return the names of one layer and expert of each kind: the others are like them."""
+    chosen: dict[str, str] = {}
+    for name in names:
+        chosen.setdefault(re.sub(r"\.\d+\.", ".#.", name), name)
+    return {*chosen.values()}

@@ -1,0 +1,146 @@
+"""Rollouts of a rehearsal: so many samples as fill a few rows of every data-parallel rank."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from posttrain.config.derived import data_parallel_size, micro_batch_multiple
+from posttrain.config.schema import Config
+from posttrain.engines.routes import smallest
+from posttrain.planner.sizing.activations import fullest_micro_batch
+from posttrain.planner.sizing.assumptions import ASSUMPTIONS
+from posttrain.rollout.coordinator import RolloutResult
+from posttrain.rollout.persisted import RolloutStore
+from posttrain.training.batch import plan_rows, row_multiples
+from posttrain.types import Prompt, Routes, Sample, SampleGroup
+from posttrain_rehearsal.drawn import AS_PLANNED, Drawn, Length, rehearsed_row
+
+# Lengths of the first step's samples, as parts of the longest: most have the first, some of the first data-parallel
+# rank the second, some of the others the third. Few: each new length of a row takes time.
+SHORTER, AT_LEAST = (0.6, 0.15, 0.05), (2, 3, 2)
+# Fewest rows of a rank in the second step: the first has fewer, and of different lengths.
+FEWEST_ROWS = 3
+# So many samples of a rank are made shorter at most.
+TRIES = 3
+# A step that no rehearsal comes to.
+NEVER = 100
+
+
+def shortened(config: Config, drawn: Drawn = AS_PLANNED) -> Config:
+    """Return the configuration for a few micro-batches a step: as many as fill the pipeline.
+
+    What a run compares now and then is compared in the second step, with the fullest rows and beside the whole state.
+
+    Args:
+        config: The resolved configuration.
+        drawn: Shorter samples are more in a row.
+    """
+    stages, at_a_time = config.parallel.pipeline_model_parallel_size, micro_batch_multiple(config)
+    rows, fullest = max(FEWEST_ROWS, stages, 2 * at_a_time), fullest_micro_batch(config, ASSUMPTIONS)
+    per_row = fullest.num_sequences
+    if drawn.lengths:
+        mean = sum(map(sum, drawn.lengths)) / len(drawn.lengths)
+        per_row = max(per_row, round(fullest.tokens / mean))
+    count = data_parallel_size(config) * rows * per_row
+    return replace(
+        config,
+        rollout=replace(config.rollout, rollout_batch_size=1, num_samples_per_prompt=count),
+        training=replace(config.training, global_batch_size=count, num_steps=NEVER),
+        trainer=replace(
+            config.trainer, mismatch_interval=min(2, config.trainer.mismatch_interval), save_interval=NEVER
+        ),
+        evaluation=replace(config.evaluation, interval=0),
+    )
+
+
+class MadeUpRollouts:
+    """A `RolloutMaker`: the second step has the longest samples that there can be, the first shorter ones.
+
+    Only then all of the optimizer's state is there, which the first update makes. Of given lengths the first step has
+    the shorter half of a draw, the second the longer.
+
+    Args:
+        config: From `shortened`.
+        drawn: Given lengths, if there are any.
+    """
+
+    def __init__(self, config: Config, drawn: Drawn = AS_PLANNED):
+        self._config, self._drawn, self._longest = config, drawn, rehearsed_row(config).longest
+        self._routes = self._one_file() if config.algorithm.routing_replay else None
+
+    async def collect(self, step: int) -> RolloutResult:
+        """See `of_step`."""
+        return self.of_step(step)
+
+    def of_step(self, step: int) -> RolloutResult:
+        """Return one group of a step, from 1; every second sample is right, so that there is something to learn."""
+        samples = [
+            self._routed(
+                Sample(0, index, (1,) * prompt, (1,) * response, (-1.0,) * response, "stop", 0, float(index % 2))
+            )
+            for index, (prompt, response) in enumerate(self._lengths(step))
+        ]
+        return RolloutResult([SampleGroup(Prompt(0, (), ""), tuple(samples))], 0)
+
+    def _one_file(self) -> Routes:
+        """Write where the tokens of the longest sample went: to all experts in turn."""
+        arch, tokens = self._config.model.architecture, max(2, self._longest, *map(sum, self._drawn.lengths))
+        layers = arch.num_hidden_layers - arch.first_k_dense_replace
+        places = np.arange(tokens * layers * arch.num_experts_per_tok) % arch.n_routed_experts
+        routes = places.reshape(tokens, layers, -1).astype(smallest(arch.n_routed_experts))
+        self._folder = tempfile.TemporaryDirectory(prefix="routes-")  # as long as there are rollouts
+        return RolloutStore(Path(self._folder.name)).write_routes(0, 0, [routes])[0]
+
+    def _routed(self, sample: Sample) -> Sample:
+        """Return a sample whose tokens went somewhere: all read the beginning of one file."""
+        if not self._routes:
+            return sample
+        layers, _, per_token = self._routes.shape
+        return replace(sample, routes=replace(self._routes, shape=(layers, sample.num_tokens - 1, per_token)))
+
+    def _lengths(self, step: int) -> list[Length]:
+        count, response = self._config.rollout.num_samples_per_prompt, self._config.rollout.max_response_tokens
+        if self._drawn.lengths:
+            of_both = sorted(random.Random(0).choices(self._drawn.lengths, k=2 * count), key=sum)
+            half = of_both[count:] if step > 1 else of_both[:count]
+            random.Random(step).shuffle(half)
+            return half
+        wholes = self._shorter(count) if step == 1 else [max(2, self._longest)] * count
+        return [(whole - answer, answer) for whole in wholes for answer in [min(response, whole - 1)]]
+
+    def _shorter(self, count: int) -> list[int]:
+        """Return lengths of samples that make fewer rows than the longest do, on no rank all of the same length.
+
+        Nor do the first two ranks have the same, where there are two. Where samples are so short that nothing is left
+        of these differences, there is none.
+        """
+        lengths = (int(self._longest * share) for share in SHORTER)
+        most, some, others = map(max, AT_LEAST, lengths)
+        ranks = data_parallel_size(self._config)
+        fewer_than = len(self._rows([max(2, self._longest)] * count)[0])
+        found = [most] * count
+        for times in range(1, min(TRIES, count // ranks) + 1):
+            shorter = [some] * times + [others] * times * (ranks - 1)
+            found = [*shorter, *[most] * (count - len(shorter))]
+            rows = self._rows(found)
+            is_uneven = all(len({*map(self._padded, row)}) > 1 for row in rows)
+            if is_uneven and rows[:1] != rows[1:2] and len(rows[0]) < fewer_than:
+                break
+        return found
+
+    def _rows(self, wholes: Sequence[int]) -> list[list[int]]:
+        """Return the tokens of each row of each data-parallel rank, before the row is padded."""
+        of_sequence = row_multiples(self._config)[1]
+        lengths = [-(-whole // of_sequence) * of_sequence for whole in wholes]
+        plan = plan_rows(self._config, wholes)
+        return [[sum(lengths[place] for place in places) for places in rank] for rank in plan]
+
+    def _padded(self, tokens: int) -> int:
+        multiple = row_multiples(self._config)[0]
+        return -(-tokens // multiple) * multiple

@@ -1,0 +1,276 @@
+"""What a rank does in a rehearsal: it builds, loads, makes two steps of `training.loop`, saves, and resumes."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from posttrain.config.derived import takes_turns, uses_engines, weight_transport, world_size
+from posttrain.config.schema import Config
+from posttrain.planner.sizing.assumptions import Assumptions
+from posttrain.planner.sizing.phases import ASLEEP
+from posttrain_rehearsal.device import SimulatedDevice
+from posttrain_rehearsal.distributed import Groups, join
+from posttrain_rehearsal.drawn import Drawn
+from posttrain_rehearsal.members import stage_size
+from posttrain_rehearsal.messages import Messages
+from posttrain_rehearsal.recorder import Recorder
+from posttrain_rehearsal.samples import MadeUpRollouts, shortened
+
+aten = torch.ops.aten
+STEPS = 2
+# What experts of the first rank are preferred by at most, in their scores, and how often half of that is taken.
+MOST_PREFERRED, BISECTIONS = 8.0, 12
+
+
+def rehearse(config: Config, drawn: Drawn, rank: int, recorder: Recorder, messages: Messages, files: Path) -> None:
+    """Be a rank: see the head of this file.
+
+    Args:
+        config: The resolved configuration.
+        drawn: Distributions of lengths and of the experts' loads.
+        rank: Which one.
+        recorder: Learns what is done.
+        messages: To the other ranks that are rehearsed.
+        files: Of all of them; has `torch_dist`, from `disk.converted`.
+    """
+    from posttrain.megatron_backend.initialize import initialize
+    from posttrain.megatron_backend.model import build_policy
+    from posttrain.megatron_backend.simulated import tell_of_late_gradients
+    from posttrain.training import loop
+    from posttrain_rehearsal import asleep, disk, repeats, values
+
+    small = shortened(config, drawn)
+    groups = Groups(recorder, messages)
+    join(rank, world_size(config), config.hardware.gpus_per_node, recorder.created, groups.of_host)
+    device = groups.device = SimulatedDevice(recorder, groups, Unknown(config, drawn.assumptions, rank))
+    recorder.values = device.mirror
+    _follow_phases(recorder)
+    tell_of_late_gradients(
+        lambda buffer: recorder.late.append(recorder.place_of(buffer.grad_data.untyped_storage()._cdata))
+    )
+    disk.provide(device.fake)
+    repeats.provide(recorder)
+    values.provide(recorder, device, spoils=rank == messages.members[0])
+    asleep.provide(device, recorder)
+    with device:
+        with recorder.phase("build"):
+            initialize(small)
+            policy = build_policy(small)
+        _label(recorder, policy)
+        with recorder.phase("open"):
+            trainer = _sleeper(recorder, policy) if takes_turns(small) else None
+            state = disk.saved_state(policy, files / "torch_dist", files / "checkpoints", 0, trainer)
+            run, weights = _run_of(small, drawn, policy, state, trainer, rank, messages.members, recorder)
+        recorder.reductions = reductions(recorder, policy, weights)
+        with recorder.phase("load"):
+            run.resume()
+        gc.freeze()  # what is there by now stays, and need not be looked at again and again
+        for step in range(1, STEPS + 1):
+            recorder.step = step
+            loop.train_step(run, step)
+            _label(recorder, policy)
+        if run.turns:
+            run.turns.enter("save")
+        with recorder.phase("save"):
+            state.begin_save(STEPS)
+        recorder.begin_anew()
+        with recorder.phase("resume"):
+            again = build_policy(small)
+            _label(recorder, again)
+            disk.saved_state(again, files / "torch_dist", files / "checkpoints", STEPS).restore()
+
+
+def _sleeper(recorder: Recorder, policy: Any) -> Any:
+    from posttrain_rehearsal.asleep import SimulatedSleep
+
+    return SimulatedSleep(policy, lambda: _label(recorder, policy))
+
+
+class Unknown:
+    """Answers for values that nobody knows.
+
+    The experts of tokens are drawn: those of rank 0 get `expert_imbalance` times their share, all others of its stage
+    what is left; the first expert of a rank with other samples gets none.
+
+    Args:
+        config: The resolved configuration.
+        assumptions: With the imbalance.
+        rank: This one.
+    """
+
+    def __init__(self, config: Config, assumptions: Assumptions, rank: int):
+        self._imbalance = assumptions.expert_imbalance
+        self._arch, self._parallel = config.model.architecture, config.parallel
+        self._place = rank % stage_size(config)
+        self._drawn = lru_cache(self._draw)
+
+    def __call__(self, func: Any, args: Sequence[Any]) -> Any:
+        """Return the result of an operation."""
+        if func is aten.topk.default:
+            scores, count = args[0], args[1]
+            if scores.shape[-1] != self._arch.n_routed_experts or count != self._arch.num_experts_per_tok:
+                return NotImplemented
+            chosen = self._drawn(tuple(scores.shape), count)
+            return torch.zeros(chosen.shape, dtype=scores.dtype), chosen.clone()
+        if func is aten._local_scalar_dense.default:
+            return True if args[0].dtype == torch.bool else 0
+        if func is aten.nonzero.default:
+            return torch.ones(args[0].shape).nonzero()
+        raise NotImplementedError(f"{func} of values that nobody knows")
+
+    def _draw(self, shape: tuple[int, ...], count: int) -> torch.Tensor:
+        experts = self._arch.n_routed_experts // self._parallel.expert_model_parallel_size
+        number = self._place // self._parallel.expert_tensor_parallel_size % self._parallel.expert_model_parallel_size
+        source = torch.Generator().manual_seed(self._place)
+        scores = -torch.rand(shape, generator=source).log().neg().log()
+        mine = slice(number * experts, (number + 1) * experts)
+        if self._parallel.expert_model_parallel_size == 1:
+            return scores.topk(count, dim=-1).indices
+        if self._place == 0:
+            share = min(1.0, self._imbalance / self._parallel.expert_model_parallel_size)
+            scores[..., mine] += _preference(scores, mine, count, share)
+        elif experts > 1:
+            scores[..., mine.start] = -math.inf
+        return scores.topk(count, dim=-1).indices
+
+
+def _preference(scores: torch.Tensor, mine: slice, count: int, share: float) -> float:
+    """Return what has to be added to the scores of some experts so that they are such a share of those chosen."""
+    low, high = 0.0, MOST_PREFERRED
+    for _ in range(BISECTIONS):
+        middle, raised = (low + high) / 2, scores.clone()
+        raised[..., mine] += middle
+        chosen = raised.topk(count, dim=-1).indices
+        found = ((chosen >= mine.start) & (chosen < mine.stop)).float().mean().item()
+        low, high = (middle, high) if found < share else (low, middle)
+    return high
+
+
+class _Metrics:
+    """Takes the metrics of rank 0."""
+
+    def __init__(self) -> None:
+        self.steps: list[Mapping[str, float]] = []
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Keep them."""
+        self.steps.append(metrics)
+
+
+def _run_of(
+    config: Config,
+    drawn: Drawn,
+    policy: Any,
+    state: Any,
+    trainer: Any,
+    rank: int,
+    there: Sequence[int],
+    recorder: Recorder,
+) -> tuple[Any, Any]:
+    from posttrain.megatron_backend import weights as weights_module
+    from posttrain.megatron_backend.plain_data import share_plain
+    from posttrain.megatron_backend.served_values import ServedValues
+    from posttrain.megatron_backend.weights import HubWeights
+    from posttrain.rollout.source import SynchronousSource
+    from posttrain.training.assembly import objective_of
+    from posttrain.training.mismatch import EngineComparison
+    from posttrain.training.run import TrainingRun
+    from posttrain.training.turns import Turns, wait_for_all
+    from posttrain.weight_sync.holdings import Holdings
+    from posttrain.weight_sync.publish import WeightPublisher, served_format
+    from posttrain_rehearsal import asleep, receivers
+
+    everybody = weights_module.gather_plain
+
+    def those_there(mine: Any, group: Any = None) -> list[Any]:
+        """Gather it; ranks that are not there hold nothing."""
+        return [pieces if rank in there else [] for rank, pieces in enumerate(everybody(mine, group))]
+
+    weights_module.gather_plain = those_there
+    weights = HubWeights(policy.chunks, config.model.architecture)
+    weights.leave_only(receivers.one_of_each_kind(weights.names))
+    values = ServedValues(weights, served_format(config))
+    has_engines, runner = uses_engines(config), asyncio.Runner()
+    published = config
+    if weight_transport(config) == "sharded":
+        receivers.provide(recorder, config)
+        holdings: Holdings = receivers.MadeUpHoldings(values, None, runner, config)
+    else:
+        # Nobody is there to receive anything: what every rank would send through rank 0 is gathered.
+        holdings = Holdings(values, None, runner)
+        published = replace(config, engine=replace(config.engine, weight_transport="tensor"))
+    run = TrainingRun(
+        config=config,
+        policy=policy,
+        objective=objective_of(config),
+        source=SynchronousSource(runner, share_plain, 0.0, None, MadeUpRollouts(config, drawn) if rank == 0 else None),
+        comparison=EngineComparison(config, policy, values) if has_engines else None,
+        publisher=WeightPublisher(published, holdings, Path(), Path()) if has_engines else None,
+        state=state,
+        sinks=cast(Any, _Metrics()) if rank == 0 else None,
+        traces=Path(),
+        turns=Turns(trainer, asleep.NoEngines(), wait_for_all) if trainer else None,
+    )
+    return run, weights
+
+
+def _follow_phases(recorder: Recorder) -> None:
+    from posttrain.training.phases import PhaseClock
+
+    original = PhaseClock._timed
+
+    @contextmanager
+    def timed(self: PhaseClock, name: str) -> Iterator[None]:
+        # What goes to sleep and wakes belongs to neither of the phases between which it does.
+        with nullcontext() if name == ASLEEP.name else recorder.phase(name), original(self, name):
+            yield
+
+    PhaseClock._timed = timed  # type: ignore[method-assign]
+
+
+def reductions(recorder: Recorder, policy: Any, weights: Any) -> list[dict[str, Any]]:
+    """Return which part of which weight this rank holds, and over which ranks its gradients are added up.
+
+    Args:
+        recorder: Knows where buffers were made.
+        policy: With its buffers of gradients.
+        weights: The same parts under their names.
+    """
+    buffers = {buffer.param_data.untyped_storage()._cdata: buffer for buffer in policy.buffers}
+    rows = []
+    for piece, tensor in weights.parts.items():
+        if buffer := buffers.get(tensor.untyped_storage()._cdata):
+            ranks = torch.distributed.get_process_group_ranks(buffer.data_parallel_group)
+            place = recorder.place_of(buffer.grad_data.untyped_storage()._cdata)
+            rows.append({"part": [piece.key, piece.offset, piece.shape], "ranks": ranks, "place": place})
+    return rows
+
+
+def _label(recorder: Recorder, policy: Any) -> None:
+    """Say what weights, gradients and the optimizer's state are."""
+
+    def name(tensor: Any, kind: str) -> None:
+        if isinstance(tensor, torch.Tensor):
+            recorder.label(tensor.untyped_storage()._cdata, kind)
+
+    for parameter in policy.parameters():
+        name(parameter, "weights")
+    for part in getattr(policy.optimizer, "chained_optimizers", [policy.optimizer]):
+        for group in part.optimizer.param_groups:
+            for parameter in group["params"]:
+                name(parameter, "optimizer")
+                for value in part.optimizer.state.get(parameter, {}).values():
+                    name(value, "optimizer")
+    for buffer in policy.buffers:
+        name(buffer.param_data, "weights")
+        name(buffer.grad_data, "gradients")

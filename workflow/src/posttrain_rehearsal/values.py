@@ -1,0 +1,120 @@
+"""What a rank looks at where values decide: what ranks count together, and an update that must not be applied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from posttrain.config.derived import data_parallel_size
+from posttrain.config.schema import Config
+from posttrain_rehearsal.device import SimulatedDevice
+from posttrain_rehearsal.messages import HangError
+from posttrain_rehearsal.recorder import Recorder
+
+# The step behind whose last update one comes that must not be applied.
+SPOILED_STEP = 2
+SPOILED = "spoiled update"
+LOAD, UPDATES = "megatron_backend/expert_load.py", "megatron_backend/train_step.py"
+
+
+def provide(recorder: Recorder, device: SimulatedDevice, spoils: bool) -> None:
+    """Hold what is counted against what was given, and see whether all ranks leave out a spoiled update.
+
+    Where samples differ in length nobody knows the tokens of ranks that are not rehearsed.
+
+    Args:
+        recorder: Learns what was counted.
+        device: Of this rank.
+        spoils: It is this rank's gradients that are not finite.
+    """
+    from posttrain.megatron_backend import train_step
+    from posttrain.training.run import TrainingRun
+
+    apply, log, passes = TrainingRun._update, TrainingRun.log_step, train_step._run_schedule
+    reports: list[torch.Tensor] = []
+
+    def noted(*given: Any, **more: Any) -> list[Any]:
+        said = passes(*given, **more)
+        reports[:] = [answer[1].clone() for answer in said[:1] if isinstance(answer, tuple)]
+        return said
+
+    def update(self: TrainingRun, given: Any, lr: float, look: Any, is_last: bool) -> Any:
+        recorder.sums.clear()
+        statistics = apply(self, given, lr, look, is_last)
+        if _are_alike(given.samples):
+            trained = sum(len(sample.response_tokens) for sample in given.samples)
+            where = next((where for where, values in recorder.sums if statistics.num_tokens in values), "")
+            recorder.counted.append(("tokens in an update", statistics.num_tokens, trained, where))
+        if recorder.step == SPOILED_STEP and is_last:
+            with (
+                recorder.phase(SPOILED),
+                _without_passes(train_step, device, reports),
+                device.assuming_nothing_finite(spoils),
+            ):
+                _expect_nothing(recorder, lambda: apply(self, given, lr, None, True))
+        return statistics
+
+    def log_step(self: TrainingRun, step: int, rollout: Any, updates: Sequence[Any], *rest: Any) -> Any:
+        recorder.sums.clear()
+        metrics = log(self, step, rollout, updates, *rest)
+        if self.config.model.architecture.n_routed_experts and all(_are_alike(update.samples) for update in updates):
+            _count_routed(recorder, self.config, updates)
+        return metrics
+
+    train_step._run_schedule = noted
+    TrainingRun._update, TrainingRun.log_step = update, log_step  # type: ignore[assignment,method-assign]
+
+
+def _count_routed(recorder: Recorder, config: Config, updates: Sequence[Any]) -> None:
+    arch = config.model.architecture
+    # Of each layer's experts; other sums of that file are of a few numbers.
+    sums = (pair for pair in recorder.sums if pair[0].startswith(LOAD) and len(pair[1]) >= arch.n_routed_experts)
+    where, counts = next(sums, ("", []))
+    if counts:
+        tokens = sum(len(batch.tokens) for update in updates for batch in update.batches) * data_parallel_size(config)
+        expected = len(counts) // arch.n_routed_experts * arch.num_experts_per_tok * tokens
+        recorder.counted.append(("routed tokens in a step", int(sum(counts)), expected, where))
+
+
+def _are_alike(samples: Sequence[Any]) -> bool:
+    return len({sample.num_tokens for sample in samples}) == 1
+
+
+@contextmanager
+def _without_passes(module: Any, device: SimulatedDevice, reports: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Let an update find gradients that nobody knows; no micro-batch is computed."""
+    schedule = module._run_schedule
+
+    def leave_gradients(policy: Any, *_: Any, **__: Any) -> list[Any]:
+        for buffer in policy.buffers:
+            device.forget(buffer.grad_data)
+        return [(report, report) for report in reports]
+
+    module._run_schedule = leave_gradients
+    try:
+        yield
+    finally:
+        module._run_schedule = schedule
+
+
+def _expect_nothing(recorder: Recorder, apply: Any) -> None:
+    """Let an update be left out, or refused, by all ranks.
+
+    Raises:
+        HangError: Some ranks apply it.
+    """
+    from posttrain.megatron_backend.train_step import NON_FINITE
+
+    try:
+        outcome = apply().outcome
+    except HangError as error:
+        error.args = (f"of an update with one rank's bad gradients, which not all leave out: {error}",)
+        raise
+    except RuntimeError as error:
+        if "non-finite" not in str(error):
+            raise
+        outcome = NON_FINITE
+    recorder.counted.append(("spoiled updates left out", int(outcome == NON_FINITE), 1, UPDATES))

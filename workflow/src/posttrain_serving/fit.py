@@ -1,0 +1,126 @@
+"""How many GPUs an engine needs, by the planner's memory of an engine, and what fits where it does not.
+
+The smallest size that fits is the one that the guides name: all rows of SGLang's cookbook for GLM-5, vLLM's two
+commands and the card of the NVFP4 checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from posttrain.config.schema import Architecture, Config, Hardware
+from posttrain.errors import ConfigError, Problem
+from posttrain.planner.sizing.engine import SERVING_SHARE, fits, serving_gib_per_gpu
+from posttrain.readable import counted
+from posttrain_serving.wish import Wish, computed_with
+
+MOST_NODES = 64
+
+
+@dataclass(frozen=True)
+class Size:
+    """One engine.
+
+    Args:
+        num_gpus: Its GPUs.
+        nodes: The nodes that they are on.
+        attention: "tensor_parallel" or "data_parallel"; see `planner.sizing.engine`.
+        gib_per_gpu: Weights and one long request on each GPU.
+    """
+
+    num_gpus: int
+    nodes: int
+    attention: str
+    gib_per_gpu: float
+
+
+def choose_size(wish: Wish, precision: str, config: Config, others: Sequence[Hardware] = ()) -> Size:
+    """Return the smallest engine that fits, or that of the nodes asked for.
+
+    Args:
+        wish: What is asked for.
+        precision: Of the weights.
+        config: With the hardware and the model.
+        others: Further hardware, for the nearest that works.
+
+    Raises:
+        ConfigError: It does not fit; with the nearest that does.
+    """
+    hardware = config.hardware
+    found = _size(wish, precision, config.model.architecture, hardware)
+    if found:
+        return found
+    allowed = SERVING_SHARE * hardware.memory_gib_per_gpu
+    most = _sizes(wish, config.model.architecture, hardware)[-1:]
+    tried = most[0] if most else hardware.gpus_per_node
+    attention = attention_of(wish, config.model.architecture)
+    kept = kept_as(wish, precision, hardware)
+    needed = serving_gib_per_gpu(config.model.architecture, tried, kept, attention)
+    value = f"{precision} on {tried} of {hardware.name}: {needed:.1f} GiB a GPU for weights and one request"
+    nearest = _nearest(wish, precision, config, others)
+    remedy = "; ".join(nearest) or f"another engine, or a model that {hardware.name} holds"
+    at_most = f"at most {allowed:.1f} GiB, {SERVING_SHARE:.0%} of {hardware.memory_gib_per_gpu:g}"
+    raise ConfigError([Problem("--nodes" if wish.nodes else "--hardware", value, at_most, remedy)])
+
+
+def attention_of(wish: Wish, arch: Architecture) -> str:
+    """Return how requests are spread: for throughput each GPU of a model with experts has its own."""
+    apart = wish.engine == "sglang" and wish.goal == "throughput" and arch.n_routed_experts > 0
+    return "data_parallel" if apart else "tensor_parallel"
+
+
+def kept_as(wish: Wish, precision: str, hardware: Hardware) -> str:
+    """Return the precision in which weights lie in memory: the embedded engine dequantises them."""
+    if wish.engine != "embedded":
+        return precision
+    return "fp32" if hardware.device == "cpu" else "bf16"
+
+
+def _size(wish: Wish, precision: str, arch: Architecture, hardware: Hardware) -> Size | None:
+    precision = kept_as(wish, precision, hardware)
+    attention = attention_of(wish, arch) if hardware.device == "cuda" else "tensor_parallel"
+    for num_gpus in _sizes(wish, arch, hardware):
+        if fits(arch, hardware, num_gpus, precision, attention):
+            needed = serving_gib_per_gpu(arch, num_gpus, precision, attention)
+            return Size(num_gpus, -(-num_gpus // hardware.gpus_per_node), attention, needed)
+    return None
+
+
+def _sizes(wish: Wish, arch: Architecture, hardware: Hardware) -> list[int]:
+    """Return sizes, smallest first, over which the heads can be spread."""
+    if wish.engine == "embedded" or hardware.device == "cpu":
+        return [1]
+    node = hardware.gpus_per_node
+    if wish.nodes:
+        # Prefill and decode have half of the nodes each.
+        candidates = [node * max(wish.nodes // 2, 1) if wish.prefill_apart else node * wish.nodes]
+        if wish.nodes == 1 and wish.engine != "trtllm":
+            candidates = [size for size in range(1, node + 1) if node % size == 0]
+    elif wish.engine == "trtllm":
+        candidates = [node]
+    else:
+        within = [size for size in range(1, node + 1) if node % size == 0]
+        candidates = within + [node * nodes for nodes in range(2, MOST_NODES + 1)]
+    return [size for size in candidates if arch.num_attention_heads % size == 0]
+
+
+def _nearest(wish: Wish, precision: str, config: Config, others: Sequence[Hardware]) -> Iterator[str]:
+    arch, hardware = config.model.architecture, config.hardware
+    free = replace(wish, nodes=0)
+    if wish.nodes and (larger := _size(free, precision, arch, hardware)):
+        nodes = larger.nodes * (2 if wish.prefill_apart else 1)
+        yield f"--nodes {nodes} ({counted(larger.num_gpus, 'GPU')})"
+    if wish.goal == "throughput" and _size(replace(wish, goal="latency"), precision, arch, hardware):
+        yield "--goal latency, which needs less"
+    # The embedded engine is one GPU, whichever the hardware; SGLang spreads the same weights over several.
+    if wish.engine == "embedded" and (spread := _size(replace(free, engine="sglang"), precision, arch, hardware)):
+        yield f"--engine sglang ({counted(spread.num_gpus, 'GPU')})"
+    for other in computed_with(wish, hardware):
+        if other != precision and _size(wish, other, arch, hardware):
+            yield f"--precision {other}"
+    roomy = [one for one in others if one.memory_gib_per_gpu > hardware.memory_gib_per_gpu]
+    for one in sorted(roomy, key=lambda other: other.memory_gib_per_gpu):
+        if precision in computed_with(wish, one) and _size(wish, precision, arch, one):
+            yield f"--hardware {one.name}"
+            return

@@ -1,0 +1,98 @@
+"""An engine in the foreground: it is called ready when it serves what was exported, and ends with who started it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+from posttrain.checkpoint.canary import read_canary
+from posttrain.engines.calls import EngineError
+from posttrain.engines.canary import hold, told, wait_healthy
+from posttrain.engines.process import ended_with_family
+from posttrain.engines.secret import SECRET_VARIABLE
+from posttrain.planner.flags.environment import started_with
+from posttrain.planner.flags.flag import as_environment
+from posttrain.processes import end_processes, start_child
+from posttrain_serving.launch import Process
+
+log = logging.getLogger(__name__)
+
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class ToldToEndError(SystemExit):
+    """A signal has asked this process to end; its code is the shell's for that signal."""
+
+
+def serve_in_foreground(
+    process: Process,
+    url: str,
+    folder: Path | None,
+    precision: str,
+    ready_seconds: float,
+) -> int:
+    """Start an engine, hold it against its checkpoint's canary, and wait for its end; returns its exit code.
+
+    Args:
+        process: What is started.
+        url: Where it will answer; empty: another one answers for it.
+        folder: The checkpoint; None where it is not on this machine.
+        precision: Of its weights.
+        ready_seconds: It must be healthy within this.
+
+    Raises:
+        ConfigError: It serves something else than what was exported; it has been ended.
+        RuntimeError: It did not become healthy in time, or cannot be asked; the same.
+        CheckpointError: The canary cannot be read.
+    """
+    canary = read_canary(folder) if folder else None
+    secret = os.environ.get(SECRET_VARIABLE, "") if process.is_ours else ""
+    argv, told_by = ended_with_family(process.argv)
+    child = start_child(argv, told_by, env=started_with(os.environ, as_environment(process.environment)))
+
+    def check_process() -> None:
+        if child.poll() is not None:
+            raise EngineError(f"the engine ended with exit code {child.returncode} before it was ready")
+
+    try:
+        if url and canary:
+            held = asyncio.run(hold(url, secret, canary, precision, ready_seconds, check_process))
+            log.info("ready at %s: %s", url, told(held))
+        elif url:
+            asyncio.run(wait_healthy(url, secret, ready_seconds, check_process))
+            log.info("healthy at %s; not checked: only exports of a training hold log-probabilities to check", url)
+        return _wait(child)
+    finally:
+        end_processes([child])
+
+
+def _wait(child: psutil.Popen) -> int:
+    code = int(child.wait())
+    return 128 - code if code < 0 else code
+
+
+@contextmanager
+def told_to_end() -> Iterator[None]:
+    """Raise where a signal asks to end, once: what follows is the end itself."""
+
+    def end(number: int, _: FrameType | None) -> None:
+        for one in ENDING:
+            signal.signal(one, signal.SIG_IGN)
+        raise ToldToEndError(128 + number)
+
+    # Whom a shell has told to ignore one, with nohup or `&`, goes on ignoring it.
+    heard = [one for one in ENDING if signal.getsignal(one) is not signal.SIG_IGN]
+    before = {one: signal.signal(one, end) for one in heard}
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
