@@ -66,6 +66,7 @@ SHARDED = tuple(
         "each_shard_is_made_once_in_an_update_and_digested_on_the_way",
     )
 )
+REHEARSED_PEAKS = "tests/posttrain_rehearsal/test_activations_cuda.py"
 TARGETS: dict[str, tuple[str, ...]] = {
     # What is learned.
     "algorithm/policy_gradient": tuple(f"{UNIT}/algorithm/test_{name}.py" for name in ("advantage", "equations")),
@@ -163,9 +164,6 @@ TARGETS: dict[str, tuple[str, ...]] = {
     **{
         f"planner/sizing/{part}": tuple(f"{UNIT}/planner/sizing/test_{name}.py" for name in names)
         for part, names in {
-            "activations": ("activations", "memory_phases"),
-            "activations_cuda": ("activations_cuda",),
-            "attention_cuda": ("activations_cuda",),
             "capacity": ("hardware",),
             "engine": ("engine", "hardware"),
             "evaluation": ("evaluation",),
@@ -178,6 +176,12 @@ TARGETS: dict[str, tuple[str, ...]] = {
             "node_copy": ("node_copy",),
         }.items()
     },
+    "planner/sizing/activations": (
+        *(f"{UNIT}/planner/sizing/test_{name}.py" for name in ("activations", "memory_phases")),
+        REHEARSED_PEAKS,
+    ),
+    "planner/sizing/activations_cuda": (REHEARSED_PEAKS,),
+    "planner/sizing/attention_cuda": (REHEARSED_PEAKS,),
     "planner/sizing/layout": LAYOUTS,
     "planner/sizing/layout_cost": (f"{UNIT}/planner/sizing/test_layout_cost.py", *LAYOUTS[3:5], LAYOUTS[8]),
     "planner/sizing/model_size": PARAMETERS,
