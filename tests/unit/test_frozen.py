@@ -5,20 +5,38 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-LIBRARY = Path(__file__).parents[2] / "workflow" / "src" / "posttrain"
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "workflow" / "src"
 # What counts, waits, or is under way.
 MUTABLE = {
-    *("Counters", "Generator", "HangWatch", "Imported", "Member", "PackedSequences", "Phase", "Policy", "RankProcess"),
-    *("Response", "Timeline", "State", "_Collection", "_Requests", "_Serving"),
-    *("TimeToSave", "TrainingRun", "WeightUpdate", "Work"),
+    "posttrain": {
+        *(
+            "Counters",
+            "HangWatch",
+            "Member",
+            "PackedSequences",
+            "Phase",
+            "Policy",
+            "RankProcess",
+            "Response",
+            "Timeline",
+        ),
+        *("_Collection", "_Requests", "_Serving", "TimeToSave", "TrainingRun", "WeightUpdate", "Work"),
+    },
+    "posttrain_import": {"Imported", "State"},
+    "posttrain_rehearsal": set(),
+    "posttrain_serving": {"Generator"},
 }
 
 
-def test_dataclasses_are_frozen() -> None:
+@pytest.mark.parametrize("package", MUTABLE)
+def test_dataclasses_are_frozen(package: str) -> None:
     mutable = set()
-    for path in LIBRARY.rglob("*.py"):
+    for path in (SOURCE / package).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             marks = [ast.unparse(mark) for mark in node.decorator_list] if isinstance(node, ast.ClassDef) else []
             if any("dataclass" in mark and "frozen=True" not in mark for mark in marks):
                 mutable.add(node.name)
-    assert mutable == MUTABLE
+    # An annex may be missing.
+    assert mutable == (MUTABLE[package] if (SOURCE / package).exists() else set())
