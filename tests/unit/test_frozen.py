@@ -25,7 +25,7 @@ MUTABLE = {
         *("_Collection", "_Requests", "_Serving", "TimeToSave", "TrainingRun", "WeightUpdate", "Work"),
     },
     "posttrain_import": {"Imported", "State"},
-    "posttrain_rehearsal": set(),
+    "posttrain_rehearsal": {"Phase"},
     "posttrain_serving": {"Generator"},
 }
 
