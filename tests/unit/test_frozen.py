@@ -11,18 +11,8 @@ SOURCE = Path(__file__).parents[2] / "workflow" / "src"
 # What counts, waits, or is under way.
 MUTABLE = {
     "posttrain": {
-        *(
-            "Counters",
-            "HangWatch",
-            "Member",
-            "PackedSequences",
-            "Phase",
-            "Policy",
-            "RankProcess",
-            "Response",
-            "Timeline",
-        ),
-        *("_Collection", "_Requests", "_Serving", "TimeToSave", "TrainingRun", "WeightUpdate", "Work"),
+        *("Counters", "HangWatch", "Member", "PackedSequences", "Policy", "RankProcess", "Response"),
+        *("TimeToSave", "Timeline", "TrainingRun", "WeightUpdate", "Work", "_Collection", "_Requests", "_Serving"),
     },
     "posttrain_import": {"Imported", "State"},
     "posttrain_rehearsal": {"Phase"},
