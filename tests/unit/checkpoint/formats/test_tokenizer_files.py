@@ -1,0 +1,51 @@
+"""Which tokenizer files are read, converted and changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from posttrain.checkpoint.formats.config_patch import Change
+from posttrain.checkpoint.formats.tokenizer_files import converted_tokenizer, read_config, tokenizer_changes
+from posttrain.errors import CheckpointError
+
+NAME = "tokenizer_config.json"
+BYTE_LEVEL_BPE = b'{"model": {"type": "BPE"}, "pre_tokenizer": {"type": "ByteLevel"}}'
+
+
+def test_a_file_that_is_no_vocabulary_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tiktoken.model").write_text("a b c\n")
+    with pytest.raises(CheckpointError, match=rf"{tmp_path}/tiktoken\.model: not a vocabulary of tiktoken"):
+        converted_tokenizer(tmp_path, {"tokenizer_class": "TikTokenTokenizer"}, 64)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokenizer", "is_replaced"),
+    [
+        ("Qwen2Tokenizer", BYTE_LEVEL_BPE, False),
+        ("Qwen2TokenizerFast", BYTE_LEVEL_BPE, False),
+        ("Qwen2Tokenizer", BYTE_LEVEL_BPE.replace(b"BPE", b"Unigram"), True),
+        ("Qwen2Tokenizer", BYTE_LEVEL_BPE.replace(b"ByteLevel", b"Metaspace"), True),
+        ("LlamaTokenizer", BYTE_LEVEL_BPE, True),
+        ("PreTrainedTokenizerFast", BYTE_LEVEL_BPE, False),
+    ],
+)
+def test_a_class_is_kept_where_it_takes_the_file_as_it_is(name: str, tokenizer: bytes, is_replaced: bool) -> None:
+    change = Change("replace", "/tokenizer_class", name, "PreTrainedTokenizerFast")
+    assert tokenizer_changes({"tokenizer_class": name}, tokenizer, False) == [change] * is_replaced
+
+
+def test_a_configuration_that_replaces_the_checkpoints_comes_first(tmp_path: Path) -> None:
+    assert read_config(tmp_path, {}) == {}
+    assert read_config(tmp_path, {NAME: b'{"a": 1}'}) == {"a": 1}
+    (tmp_path / NAME).write_text('{"a": 2}')
+    assert read_config(tmp_path, {}) == {"a": 2}
+    assert read_config(tmp_path, {NAME: b'{"a": 1}'}) == {"a": 1}
+
+
+@pytest.mark.parametrize("text", ['{"a": 1, "a": 2}', '{"a": NaN}', "{", "[1]"])
+def test_a_configuration_that_can_be_read_in_two_ways_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / NAME).write_text(text)
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: (?:not JSON|holds a list)"):
+        read_config(tmp_path, {})
