@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import resource
 import signal
 import time
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 from tests.support.small_checkpoint import tokenizer, write_object
 
+from posttrain.checkpoint.formats.tokenizer_files import read_config
 from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
 from posttrain.data import tokenizer_check
 from posttrain.data.chat import stop_token_ids
@@ -106,6 +108,20 @@ def test_a_class_that_makes_something_else_of_the_file_is_a_problem(tmp_path: Pa
     (problem,) = check_tokenizer(tmp_path, 256)
     assert problem.key == "tokenizer_config.json: tokenizer_class"
     assert "LlamaTokenizer, which encodes" in problem.value
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('{"a": 1, "a": 2}', "not JSON (has 'a' twice)"),
+        ('{"a": NaN}', "not JSON (holds NaN, which is no finite number)"),
+        ("[]", "holds a list, expected an object"),
+    ],
+)
+def test_what_readers_of_tokenizer_config_json_take_for_different_things(tmp_path: Path, text: str, told: str) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=re.escape(told)):
+        read_config(tmp_path, {})
 
 
 @pytest.mark.parametrize("ids", ["x", {"a": 1}, [["a"]], [1, "x"], 1.5, True])

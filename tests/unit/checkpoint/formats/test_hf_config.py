@@ -87,6 +87,21 @@ def test_hostile_values_are_problems_of_their_keys(monkeypatch, key, value):
         assert all(config.get(key) != value for config in seen)
 
 
+@pytest.mark.parametrize("key", ["attribute_map", "sub_configs", "to_dict", "__class__", "validate"])
+def test_a_key_that_would_replace_a_part_of_transformers_class_is_not_read(monkeypatch, key):
+    seen, values = [], as_transformers._values
+    monkeypatch.setattr(as_transformers, "_values", lambda config, arch: seen.append(config) or values(config, arch))
+    assert list(_check(CONFIG | {key: {"hidden_size": "x"}})) == [f"config.json: {key}"]
+    assert seen
+    assert all(key not in config for config in seen)
+
+
+@pytest.mark.parametrize("key", ["text_config", "decoder", "generator"])
+def test_a_configuration_inside_the_configuration_is_not_read(monkeypatch, key):
+    monkeypatch.setattr(as_transformers, "_values", lambda *_: pytest.fail("it was read"))
+    assert list(_check(CONFIG | {key: {"hidden_size": 8}})) == [f"config.json: {key}"]
+
+
 def test_a_file_of_too_many_keys_is_not_given_to_transformers(monkeypatch):
     monkeypatch.setattr(as_transformers, "_values", lambda *_: pytest.fail("it was read"))
     assert _check(CONFIG | {f"k{i}": i for i in range(1000)})["config.json"].allowed == "at most 1,000"
