@@ -116,6 +116,7 @@ def test_words_are_what_bash_makes_of_them(tmp_path: Path, word: str, values: tu
         ("$X", "X=1\nread X < file", "line 2: read sets it"),
         ("$X", "X=1\nX+=$(date)", "is the output of a command"),
         ("$1", "", "the script does not set 1"),
+        ("$1", "f() { X=1; }\nf a", "the script does not set 1"),
         ("$((X ** Y))", "X=9", "is not computed"),
         ("$((1/0))", "", "is not computed"),
         ("${HOME:-/root}", "", "HOME is known only when the script runs"),
@@ -139,6 +140,12 @@ def test_a_list_that_is_not_known_may_hold_every_flag_before_it(tmp_path: Path) 
     script = read(tmp_path, "A=($(cat more))\npython train.py --lr 1 ${A[@]} --wd 2")
     assert "may give it again" in script.flags["--lr"].why
     assert (script.flags["--wd"].values, script.flags["--wd"].why) == (("2",), "")
+
+
+def test_an_item_of_an_array_behind_one_that_may_be_several_has_no_known_place(tmp_path: Path) -> None:
+    script = read(tmp_path, "A=(--lr $(cat rate) --wd 1)\nA[2]=--eps\npython3 train.py ${A[@]}")
+    assert script.flags == {}
+    assert [given.why for given in script.unread] == ["line 2: one item of an array is set"]
 
 
 def test_an_output_that_is_spelled_with_flags_is_no_value(tmp_path: Path) -> None:
