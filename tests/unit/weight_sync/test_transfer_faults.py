@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import random
 import time
 from pathlib import Path
@@ -277,6 +278,8 @@ def test_changes_bring_what_all_of_it_would_bring(trainer, share: float) -> None
 
 
 def test_each_shard_is_made_once_in_an_update_and_digested_on_the_way(trainer) -> None:
+    from posttrain.weight_sync.sharded import _Made
+
     with asyncio.Runner() as runner:
         transfers = Transfers(*trainer, runner)
         proof, values, made, begun = transfers.publisher._proof, transfers.transfer._values, [], []
@@ -287,6 +290,12 @@ def test_each_shard_is_made_once_in_an_update_and_digested_on_the_way(trainer) -
         assert [sent] == begun
         proof.check(9, sent)
         assert len(made) == len(set(made)), "nothing is made anew to be proven"
+        one_at_a_time = _Made(values, values.agreed_magnitudes(), None, False)
+        for letter in itertools.chain(*transfers.transfer._rounds):
+            one_at_a_time.part(letter)
+            assert {name.removesuffix("_scale_inv") for name, *_ in one_at_a_time._parts} == {
+                letter.name.removesuffix("_scale_inv")
+            }
 
 
 def test_after_a_fault_or_a_new_engine_everything_comes(trainer) -> None:
