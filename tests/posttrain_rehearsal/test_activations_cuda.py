@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.config.derived import stage_chunks
+from posttrain.config.families import chooses_keys
 from posttrain.planner.resolve import resolve
-from posttrain.planner.sizing.activations import fullest_micro_batch
-from posttrain.planner.sizing.activations_cuda import WORKSPACE_BYTES, fullest_moment, kernel_bytes
+from posttrain.planner.sizing.activations import MicroBatch, fullest_micro_batch, most_in_flight
+from posttrain.planner.sizing.activations_cuda import WORKSPACE_BYTES, Moment, _moments, fullest_moment, kernel_bytes
 from posttrain.planner.sizing.assumptions import ASSUMPTIONS
 from posttrain.planner.sizing.memory import GIB
 from posttrain.planner.sizing.memory_phases import phase_memory
@@ -138,6 +140,57 @@ def test_the_loss_is_the_fullest_moment_of_a_large_vocabulary():
     # The inputs of four layers and of the last norm, over TP4, and cosines and sines of 64 angles.
     assert moment.activations == 5 * 2 * 510 * 6144 + 2 * 4 * 64 * 120
     assert moment.dispatch == 0
+
+
+def test_the_embeddings_gradient_is_the_fullest_moment_of_a_few_tokens():
+    """GLM-5, TP4 PP4 CP2: 32 tokens of this rank, in parts of 8; four micro-batches keep 20 inputs and what goes on."""
+    moment = fullest_moment(config_of("glm5", 16), 0, MicroBatch(64, 1, 64), ASSUMPTIONS, True)
+    kept = 4 * 21 * 2 * 8 * 6144 + 2 * 4 * 64 * 64
+    assert moment == Moment(kept + 2 * 154880 // 4 * 6144 + 2 * 32 * 6144)
+    behind = fullest_moment(config_of("glm5", 16), 1, MicroBatch(64, 1, 64), ASSUMPTIONS, True)
+    assert behind.total < moment.total / 10
+
+
+def test_what_is_in_flight_between_chunks_by_hand():
+    """GLM-5, TP4 PP4 CP2, 8 tokens of a rank's part; two chunks a stage, and what goes to the next one and back."""
+    batch, thin, angles = MicroBatch(64, 1, 64), 2 * 8 * 6144, 2 * 4 * 64 * 64
+    plain, chunked = (
+        config_of("glm5", 16, set=f"parallel.virtual_pipeline_model_parallel_size={number}") for number in (1, 2)
+    )
+    for stage in range(4):
+        (layers,) = stage_chunks(plain)[stage]
+        in_flight = (4 - stage) * (len(layers) + (stage < 3)) * thin
+        assert _moments(plain, batch, ASSUMPTIONS).kept(stage, [layers]) == angles + in_flight
+        chunks = stage_chunks(chunked)[stage]
+        kept = [(len(layers) + (layers.stop < 78)) * thin for layers in chunks]
+        on_their_way = (4 if stage < 3 else 3) * thin
+        in_flight = most_in_flight(kept, 4, stage)
+        assert _moments(chunked, batch, ASSUMPTIONS).kept(stage, chunks) == 2 * angles + on_their_way + in_flight
+
+
+def test_keys_being_chosen_are_the_fullest_moment_of_a_long_rows_forward_pass():
+    """GLM-5, TP4 CP2, in the latents' space: 20,480 queries of this rank, 16 heads of 512 + 64, 32 of the indexer."""
+    config, batch = config_of("glm5", 16), MicroBatch(40960, 1, 40960)
+    scored = config.trainer.attention_chunk_tokens * 40960
+    choosing = (2 * 4 * 32 + 5) * scored + 2 * 20480 * (17 * 576 + 32 * 128) + 4 * 20480 * (32 + 2048)
+    moment = fullest_moment(config, 1, batch, ASSUMPTIONS, is_backward=False)
+    assert moment == Moment(2 * 4 * 64 * 40960 + choosing + 3 * 2 * 5120 * 6144)
+
+
+def test_layers_keep_the_choice_that_later_ones_take_over():
+    """GLM-5.2 chooses keys in some layers alone; of 4,096 tokens each sees up to 2,048."""
+    config, batch = config_of("glm5.2", 16), MicroBatch(4096, 1, 4096)
+    arch, parallel, (layers,) = config.model.architecture, config.parallel, stage_chunks(config)[0]
+    stages, context = parallel.pipeline_model_parallel_size, parallel.context_parallel_size
+    step, thin = (
+        config.trainer.attention_chunk_tokens,
+        2 * 4096 // context // parallel.tensor_model_parallel_size * 6144,
+    )
+    pairs = sum(step * end for end in range(2048 + step, 4096 + 1, step)) / context
+    choosing = sum(chooses_keys(arch, layer) for layer in layers)
+    assert 0 < choosing < len(layers)
+    in_flight = stages * ((len(layers) + 1) * thin + choosing * pairs / 8)
+    assert _moments(config, batch, ASSUMPTIONS).kept(0, [layers]) == 2 * 4 * 64 * 4096 + in_flight
 
 
 def test_a_dense_layer_is_fullest_at_its_activations_gradient():

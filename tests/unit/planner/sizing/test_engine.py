@@ -8,6 +8,7 @@ from posttrain.planner.sizing.engine import (
     engine_memory,
     kv_bytes_per_token,
     kv_tokens,
+    serving_gib_per_gpu,
     weights_bytes_per_gpu,
 )
 from posttrain.planner.sizing.memory import GIB
@@ -46,6 +47,16 @@ def test_grouped_query_attention_caches_a_key_and_a_value_per_head(resolved, mod
     assert [kv_bytes_per_token(arch, n) * n for n in (2, heads, 4 * heads)] == [
         kv_bytes_per_token(arch) * repeats for repeats in (1, 1, 4)
     ]
+
+
+def test_one_gpu_holds_all_heads_unless_tensor_parallelism_spreads_them(resolved):
+    arch = resolved("qwen3_4b").config.model.architecture
+    per_token = 36 * 2 * 8 * 128 * 2
+    assert kv_tokens(arch, 64 * per_token) == 64
+    whole = weights_bytes_per_gpu(arch, 1, "bf16", "data_parallel")
+    assert serving_gib_per_gpu(arch, 4, "bf16", "data_parallel") == (whole + 32768 * per_token) / GIB
+    cut = weights_bytes_per_gpu(arch, 4, "bf16", "tensor_parallel")
+    assert serving_gib_per_gpu(arch, 4, "bf16") == (cut + 32768 * per_token / 4) / GIB
 
 
 def test_the_latent_cache_is_not_cut(resolved):

@@ -128,6 +128,8 @@ def test_what_such_nodes_usually_lack_is_found_unless_the_site_declares_it(resol
     assert not list(check_typical(config, needed, 2048.0))
     (problem,) = check_typical(config, needed, 2048.1)
     assert (problem.key, problem.value) == ("hardware.host_memory_gib", "2,048 GiB, typical of h200")
+    assert problem.allowed == "at least 2,048.1 GiB, which the plan needs"
+    assert problem.remedy.startswith("declare what your nodes have with site.host_memory_gib")
     assert not list(check_typical(resolved("glm5", set="site.host_memory_gib=4096").config, needed, 2048.1))
     small = resolved("glm5", set="hardware.local_disk_gb=1500").config
     assert [problem.key for problem in check_typical(small, needed, 1.0)] == ["hardware.local_disk_gb"]
