@@ -90,11 +90,23 @@ def test_one_engine_over_the_fewest_nodes_that_can_cut_the_model(
 ) -> None:
     config = config_of(model, hardware, set=words)
     assert evaluation_nodes(config) == nodes
-    if nodes:
-        served = serving_config(config)
+    served = serving_config(config)
+    if not nodes:  # one that does not fit is told by its rule
+        assert (served.nodes, served.engine.gpus_per_engine, served.engine.num_engines) == (1, 8, 1)
+    else:
         assert (served.nodes, served.engine.num_engines) == (nodes, 1)
         assert served.engine.gpus_per_engine == nodes * config.hardware.gpus_per_node
         assert served.engine.dp_attention is dp_attention
+
+
+def test_engines_grow_to_a_whole_node_and_no_further() -> None:
+    """16 GPUs of one node hold GLM-5 in BF16, with attention cut."""
+    config = config_of("glm5", "h200", set="evaluation.precision=source")
+    hardware = dataclasses.replace(config.hardware, gpus_per_node=16)
+    engine = dataclasses.replace(config.engine, gpus_per_engine=2)
+    served = serving_config(dataclasses.replace(config, hardware=hardware, engine=engine))
+    assert (served.nodes, served.engine.gpus_per_engine, served.engine.num_engines) == (1, 16, 1)
+    assert not served.engine.dp_attention
 
 
 def test_an_engine_over_several_nodes_gets_one() -> None:
