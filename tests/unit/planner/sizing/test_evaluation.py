@@ -93,6 +93,7 @@ def test_one_engine_over_the_fewest_nodes_that_can_cut_the_model(
     served = serving_config(config)
     if not nodes:  # one that does not fit is told by its rule
         assert (served.nodes, served.engine.gpus_per_engine, served.engine.num_engines) == (1, 8, 1)
+        assert served.engine.dp_attention
     else:
         assert (served.nodes, served.engine.num_engines) == (nodes, 1)
         assert served.engine.gpus_per_engine == nodes * config.hardware.gpus_per_node

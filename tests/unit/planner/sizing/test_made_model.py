@@ -33,6 +33,16 @@ def test_what_is_made(resolved, model: str, dimensions: dict[str, Any], keys: li
     assert [*problems_of(resolved, model, **dimensions)] == keys
 
 
+def test_what_is_not_made_is_told_with_what_would_be(resolved) -> None:
+    told = problems_of(resolved, "moonlight", vocab_size=8, index_topk_freq=2)
+    assert {key: (problem.value, problem.allowed) for key, problem in told.items() if key != "kind"} == {
+        "model_type": ("deepseek_v3", "glm_moe_dsa or qwen3"),
+        "index_topk_freq": ("2", "1, to be made"),
+        "vocab_size": ("8", "at least 64"),
+    }
+    assert [problem.remedy.split()[0] for problem in told.values()] == ["only", "the", "the", "take"]
+
+
 def test_a_hundred_million_parameters_are_made_and_no_more(resolved) -> None:
     """By hand, of one layer: 32 (2 words + 3 300 of its MLP + 2 32 + 2 16 of attention + 3 of norms) + 2 16."""
     shape = {**QWEN, "num_hidden_layers": 1, "tie_word_embeddings": False}
