@@ -75,6 +75,13 @@ def test_a_rank_may_hold_a_part_of_one_expert(resolved):
     assert stage.expert_elements == 3 * (3 * 32 * 64) // 2
 
 
+def test_a_stage_as_it_stands_in_the_plan(resolved):
+    stage = stage_memory(resolved("glm5").config)[1]
+    told = stage.as_dict()
+    assert told.pop("total_gib") == round(stage.total_gib, 4) == pytest.approx(110.59, abs=0.01)
+    assert type(stage)(**told) == stage
+
+
 def test_offloaded_optimizer_state_is_not_on_the_gpu(resolved):
     inside = resolved("glm5").config
     outside = resolved("glm5", set="trainer.optimizer_cpu_offload=true").config
