@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 
 from posttrain.config.schema import Parallel
-from posttrain.planner.sizing.memory import GIB, shards, stage_memory
+from posttrain.planner.sizing.memory import GIB, largest_weights, served_layer_bytes, shards, stage_memory
 from posttrain.planner.sizing.model_size import count_parameters, model_weights
 
 # Of the tiny model: four indexers, which are frozen, and the buffers of three routers of eight experts.
@@ -80,6 +80,26 @@ def test_a_stage_as_it_stands_in_the_plan(resolved):
     told = stage.as_dict()
     assert told.pop("total_gib") == round(stage.total_gib, 4) == pytest.approx(110.59, abs=0.01)
     assert type(stage)(**told) == stage
+
+
+def test_a_tied_embedding_is_held_once_unless_stages_part_it(resolved):
+    """Qwen3-4B on one rank, and on two stages; in FP32 what engines have differs in all of it."""
+    config = resolved("qwen3_4b").config
+    trainer = dataclasses.replace(config.trainer, params_dtype="fp32")
+    one = dataclasses.replace(config, parallel=Parallel(), trainer=trainer)
+    two = dataclasses.replace(one, parallel=Parallel(pipeline_model_parallel_size=2))
+    whole, embedding = 4_022_468_096, 151936 * 2560
+    assert [stage.parameters_per_rank for stage in stage_memory(one)] == [whole]
+    assert sum(stage.parameters_per_rank for stage in stage_memory(two)) == whole + embedding
+    edges = embedding + 2560
+    assert served_layer_bytes(one, 0)[0] == 4 * ((whole - edges) // 36 + edges)
+
+
+def test_the_largest_weights_are_those_of_any_chunk(resolved):
+    """The first chunk of the first stage has the three dense layers of GLM-5, and no expert."""
+    parallel = Parallel(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=13)
+    config = dataclasses.replace(resolved("glm5").config, parallel=parallel)
+    assert largest_weights(config, 0) == (154880 * 6144, 2048 * 6144)
 
 
 def test_offloaded_optimizer_state_is_not_on_the_gpu(resolved):
