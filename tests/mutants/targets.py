@@ -188,7 +188,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
             "expression": ("expression",),
             "launcher": ("launcher",),
             "page": ("table",),
-            "script": ("script",),
+            "script": ("script", "expression"),
             **dict.fromkeys(
                 [f"shell{part}" for part in ("", "_calls", "_conditions", "_flow", "_state", "_tree", "_words")],
                 ("shell",),

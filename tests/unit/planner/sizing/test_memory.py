@@ -95,6 +95,18 @@ def test_a_tied_embedding_is_held_once_unless_stages_part_it(resolved):
     assert served_layer_bytes(one, 0)[0] == 4 * ((whole - edges) // 36 + edges)
 
 
+def test_each_tensor_begins_at_a_multiple_of_64_elements(resolved):
+    """Gate, up and down of 10 or 32 x 40 in halves: 200 elements take 256, 640 take 640."""
+    config = dataclasses.replace(resolved("tiny").config, nodes=2, parallel=Parallel(tensor_model_parallel_size=2))
+
+    def dense_elements(width):
+        arch = dataclasses.replace(config.model.architecture, hidden_size=40, intermediate_size=width)
+        (stage,) = stage_memory(dataclasses.replace(config, model=dataclasses.replace(config.model, architecture=arch)))
+        return stage.dense_elements
+
+    assert dense_elements(32) - dense_elements(10) == 3 * 640 - 3 * 256
+
+
 def test_the_largest_weights_are_those_of_any_chunk(resolved):
     """The first chunk of the first stage has the three dense layers of GLM-5, and no expert."""
     parallel = Parallel(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=13)
