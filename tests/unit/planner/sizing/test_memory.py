@@ -3,8 +3,8 @@ import dataclasses
 import pytest
 
 from posttrain.config.schema import Parallel
-from posttrain.planner.sizing.memory import GIB, largest_weights, served_layer_bytes, shards, stage_memory
-from posttrain.planner.sizing.model_size import count_parameters, model_weights
+from posttrain.planner.sizing.memory import GIB, _aligned, largest_weights, served_layer_bytes, shards, stage_memory
+from posttrain.planner.sizing.model_size import Weight, count_parameters, model_weights
 
 # Of the tiny model: four indexers, which are frozen, and the buffers of three routers of eight experts.
 TINY_INDEXERS = 4 * (4 * 16 * 48 + 16 * 64 + 2 * 16 + 4 * 64)
@@ -105,6 +105,9 @@ def test_each_tensor_begins_at_a_multiple_of_64_elements(resolved):
         return stage.dense_elements
 
     assert dense_elements(32) - dense_elements(10) == 3 * 640 - 3 * 256
+    # Both of two matrices in halves, and two of eight experts whole.
+    assert _aligned(Weight("dense_mlp", (10, 40), 2, "tensor"), 2) == 2 * 256
+    assert _aligned(Weight("routed_experts", (10, 40), 8, "expert"), 4) == 2 * 448
 
 
 def test_the_largest_weights_are_those_of_any_chunk(resolved):
