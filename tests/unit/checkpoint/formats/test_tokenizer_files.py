@@ -20,6 +20,16 @@ def test_a_file_that_is_no_vocabulary_is_named(tmp_path: Path) -> None:
         converted_tokenizer(tmp_path, {"tokenizer_class": "TikTokenTokenizer"}, 64)
 
 
+def test_nothing_is_converted_that_is_unknown_there_already_or_missing(tmp_path: Path) -> None:
+    known = {"tokenizer_class": "TikTokenTokenizer"}
+    assert converted_tokenizer(tmp_path, known, 64) is None
+    (tmp_path / "tiktoken.model").write_text("YQ== 0\n")
+    assert converted_tokenizer(tmp_path, known, 64)
+    assert converted_tokenizer(tmp_path, {"tokenizer_class": "Another"}, 64) is None
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert converted_tokenizer(tmp_path, known, 64) is None
+
+
 @pytest.mark.parametrize(
     ("name", "tokenizer", "is_replaced"),
     [
