@@ -108,7 +108,8 @@ ifneq (,$(findstring chromium,$(REQUIRE)))
 test: env-chromium
 endif
 test: env env-reasoning-gym lint  ## everything that proves a change; REQUIRE=sglang installs SGLang and turns its skips into failures
-	CUDA_VISIBLE_DEVICES= pytest tests -m 'not faults' --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+	CUDA_VISIBLE_DEVICES= pytest tests -m 'not faults' --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder \
+		--durations 40 --durations-min 10
 
 # In an environment with CUDA, such as the GPU image's, which `make env` does not make: docs/first-gpu.md.
 test-gpu:  ## what one runs first on a machine with GPUs, in order; the first that fails ends it (docs/first-gpu.md)
