@@ -10,6 +10,16 @@ FUNCTIONS = {
         *("update_weights_from_disk", "_close_abandoned_update"),
     },
 }
+# Without those of large files and of every family.
+EXPORT = (
+    *("the_parts_know_the_hash_of_what_they_wrote", "trained_weights_replace_and_the_rest_is_the_origins"),
+    *("each_tensor_is_in_one_part_whatever_their_number", "there_and_back_is_the_same_folder_byte_by_byte"),
+    *("every_copy_has_the_trained_value", "what_an_mtp_layer_has_of_its_own_stays_where_it_is_no_copy"),
+    *("missing_weights_are_all_named", "half_an_mtp_layer_is_refused", "a_folder_of_somebody_elses_is_left_alone"),
+    *("a_weight_of_another_shape_is_named_with_both", "our_own_folder_whose_receipt_was_not_written_yet_is_ours"),
+    *("a_truncated_checkpoint_is_refused_before_anything_is_written", "a_receipt_names_the_checkpoint_or_is_about_it"),
+    *("the_hash_is_that_of_its_definition", "the_hash_ignores_shards_and_sees_every_bit"),
+)
 ANSWERS = (
     *(f"{UNIT}/reward/test_{name}.py" for name in ("mathematics", "grade", "limits")),
     f"{UNIT}/reward/test_verdicts.py::test_the_table_is_graded_as_it_says",
@@ -24,6 +34,34 @@ GRADERS = (
     ),
     *("a_grader_that_workers_cannot_import_is_an_error", "workers_that_are_killed_from_outside_are_replaced"),
     *("a_group_has_as_many_deadlines_as_answers", "the_deadline_is_each_answer_s_own"),
+)
+# With those of every layout, of every model, and of Transformers' own models, an edit takes a minute.
+SIZES = f"{UNIT}/planner/sizing/test_model_size.py"
+PARAMETERS = tuple(
+    f"{SIZES}::test_{name}"
+    for name in (
+        *("glm5_has_the_published_number_of_parameters_tensors_and_bytes", "components_of_glm5_by_hand"),
+        *("published_numbers_of_parameters", "the_four_layer_model_has_the_size_of_its_repository"),
+        *(
+            "active_parameters",
+            "every_parameter_of_a_tied_dense_model_is_active",
+            "a_tied_embedding_is_one_tensor_unless_stages_part_it",
+            "biases_and_norms_of_glm_4_5",
+        ),
+        *("layers_of_a_model_without_experts_are_all_dense", "a_model_without_indexer_and_shared_experts"),
+        "bytes_in_nvfp4_are_those_that_the_quantiser_writes[tiny]",
+        *(f"bytes_equal_those_of_the_checkpoint_tables[{model}]" for model in ("tiny", "moonlight", "qwen3_0.6b")),
+    )
+)
+LAYOUTS = tuple(
+    f"{UNIT}/planner/sizing/test_layout.py::test_{name}"
+    for name in (
+        *("no_small_layout_is_missed", "order_fits_first_then_the_shorter_update", "a_small_model_stays_whole"),
+        *("the_published_recipe_is_among_the_first_that_fit", "idle_share_of_a_pipeline"),
+        *("interleaved_stages_idle_for_less_and_send_more", "stages_are_cut_as_evenly_as_they_can_be"),
+        *("bytes_sent_in_an_update_of_the_recipe_by_hand", "rates_are_shares_of_the_hardwares_own"),
+        *("the_best_layout_may_have_little_room_or_there_is_none", "the_last_stage_may_have_a_single_layer"),
+    )
 )
 SHARDED = tuple(
     f"{UNIT}/weight_sync/test_transfer_faults.py::test_{name}"
@@ -138,6 +176,8 @@ TARGETS: dict[str, tuple[str, ...]] = {
             "memory_phases": ("memory_phases",),
             "routes": ("routes",),
             "storage": ("storage",),
+            "unseen": ("unseen",),
+            "node_copy": ("node_copy",),
         }.items()
     },
     "planner/sizing/activations": (
@@ -146,6 +186,9 @@ TARGETS: dict[str, tuple[str, ...]] = {
     ),
     "planner/sizing/activations_cuda": (REHEARSED_PEAKS,),
     "planner/sizing/attention_cuda": (f"{UNIT}/planner/sizing/test_attention_cuda.py",),
+    "planner/sizing/layout": LAYOUTS,
+    "planner/sizing/layout_cost": (f"{UNIT}/planner/sizing/test_layout_cost.py", *LAYOUTS[3:5], LAYOUTS[8]),
+    "planner/sizing/model_size": PARAMETERS,
     "planner/sizing/layout_choice": (f"{UNIT}/planner/sizing/test_layout_choice.py",),
     "planner/sizing/export_check": (f"{UNIT}/planner/sizing/test_export_check.py",),
     # What a launch script of others means.
@@ -159,7 +202,12 @@ TARGETS: dict[str, tuple[str, ...]] = {
             "launcher": ("launcher",),
             "page": ("table",),
             "script": ("script", "expression"),
-            "shell": ("shell",),
+            **dict.fromkeys(("engine_rows", "run_rows", "trainer_rows"), ("table", "importing")),
+            "importing": ("importing",),
+            **dict.fromkeys(
+                [f"shell{part}" for part in ("", "_calls", "_conditions", "_flow", "_state", "_tree", "_words")],
+                ("shell",),
+            ),
         }.items()
     },
     # What stays on disk.
@@ -175,6 +223,9 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "artifacts/durable": (f"{UNIT}/artifacts/test_durable.py", f"{UNIT}/artifacts/test_temporaries.py"),
     "artifacts/garbage": (f"{UNIT}/artifacts/test_garbage.py", f"{UNIT}/artifacts/test_references.py"),
     "training/checkpoints": (f"{UNIT}/training/test_checkpoints.py",),
+    "checkpoint/export": tuple(f"{UNIT}/checkpoint/test_export.py::test_{name}" for name in EXPORT),
+    "checkpoint/formats/as_transformers": (f"{UNIT}/checkpoint/formats/test_as_transformers.py",),
+    "checkpoint/formats/patched_copy": (f"{UNIT}/checkpoint/formats/test_patched_copy.py",),
     "checkpoint/formats/tokenizer_files": (
         f"{UNIT}/checkpoint/formats/test_tokenizer_files.py",
         f"{UNIT}/checkpoint/formats/test_patched_copy.py::test_a_repository_with_code_buffers_and_tiktoken_starts",

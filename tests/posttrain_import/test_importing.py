@@ -54,6 +54,7 @@ def imported(text: str, model: str = "qwen3_4b", **names: Any) -> Imported:
         ("--sglang-watchdog-timeout 60", {"hardware.kernels.watchdog_seconds": 60}),
         ("--sglang-watchdog-timeout 3600", {}),
         ("--sglang-chunked-prefill-size 2048", {}),
+        ("--sglang-enable-deterministic-inference", {"engine.deterministic": True}),
         ("--eval-temperature 0.6", {"evaluation.temperature": 0.6}),
         ('--apply-chat-template-kwargs {"enable_thinking":false}',
          {"data.chat_template_kwargs": ["enable_thinking=false"]}),

@@ -64,6 +64,13 @@ def test_what_waits_for_each_collective(glm5: Config) -> None:
     assert cost_of(alone, latency_seconds=1.0).seconds == pytest.approx(2)
 
 
+def test_interleaved_stages_wait_less_and_send_more(glm5: Config) -> None:
+    """With two chunks to a stage the pipeline fills in half the turns, and each turn sends twice as much."""
+    chunks = with_sizes(glm5, virtual_pipeline_model_parallel_size=2)
+    turns = 16 + 3 / 2
+    assert cost_of(chunks, latency_seconds=1.0).seconds == pytest.approx(turns * LAYERS * 3 * 3 + turns * 4 + 2)
+
+
 def test_which_links_a_group_uses(glm5: Config) -> None:
     """8 GPUs to a node: TP4 with CP2 fits into one, EP32 does not, nor do stages or replicas."""
     row = 2 * 6144

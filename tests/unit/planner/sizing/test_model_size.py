@@ -114,6 +114,11 @@ def test_active_parameters(resolved, model, billions):
     assert active / 1e9 == pytest.approx(billions, abs=0.05)
 
 
+def test_every_parameter_of_a_tied_dense_model_is_active(resolved):
+    """Its embedding is its output matrix, too: 0.6 B of Qwen3-0.6B."""
+    assert count_active_parameters(resolved("qwen3_0.6b").config.model.architecture) == 596_049_920
+
+
 def test_a_tied_embedding_is_one_tensor_unless_stages_part_it(resolved):
     arch = resolved("qwen3_4b").config.model.architecture
     vocabulary = 151_936 * 2560

@@ -85,3 +85,15 @@ def test_a_slice_is_never_more_than_all(resolved, model: str) -> None:
     config = resolved(model).config
     slices, everything = node_copy(config, "slices"), node_copy(config, "everything")
     assert 0 < slices.least_bytes <= slices.node_bytes == everything.node_bytes
+
+
+def test_a_dense_layer_beside_a_slice_of_experts_is_one_run(resolved) -> None:
+    """Stages of four layers, the last of six: only a layer that leaves experts out is cut into two runs more."""
+    config = config_of(
+        resolved, nodes=152, pipeline_model_parallel_size=19, expert_model_parallel_size=64,
+        num_layers_in_last_pipeline_stage=6,
+    )  # fmt: skip
+    part = REST + ROUTED // 8
+    first, middle, last = EMBEDDING + 3 * DENSE + part, 4 * part, 6 * part + EMBEDDING + 2 * 6144
+    nodes = 8 * (first + 10 * FILE) + 17 * 8 * (middle + 22 * FILE) + 8 * (last + 30 * FILE)
+    assert node_copy(config, "slices").all_nodes_bytes == nodes
