@@ -49,6 +49,7 @@ PARAMETERS = tuple(
             "biases_and_norms_of_glm_4_5",
         ),
         *("layers_of_a_model_without_experts_are_all_dense", "a_model_without_indexer_and_shared_experts"),
+        "every_parameter_of_a_tied_dense_model_is_active",
         "bytes_in_nvfp4_are_those_that_the_quantiser_writes[tiny]",
         *(f"bytes_equal_those_of_the_checkpoint_tables[{model}]" for model in ("tiny", "moonlight", "qwen3_0.6b")),
     )
