@@ -193,6 +193,7 @@ def test_flags_that_may_stand_in_an_unknown_list_are_not_taken_for_left_out() ->
 def test_the_user_is_asked_before_the_script() -> None:
     found = imported(PLAIN + "--actor-num-nodes 1", nodes=2, hardware="h200")
     assert (found.names["nodes"], found.names["hardware"]) == (2, "h200")
+    assert imported(PLAIN + "--actor-num-nodes 2").names["nodes"] == 2
 
 
 def test_a_key_for_wandb_is_not_shown() -> None:

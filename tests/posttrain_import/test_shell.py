@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 
@@ -126,6 +127,29 @@ def test_words_are_what_bash_makes_of_them(tmp_path: Path, word: str, values: tu
 )
 def test_what_only_a_run_would_tell_is_not_guessed(tmp_path: Path, word: str, before: str, reason: str) -> None:
     assert reason in value(tmp_path, word, before)[1]
+
+
+def test_a_script_of_no_statements_succeeds(tmp_path: Path) -> None:
+    assert value(tmp_path, "$X", 'if eval ""; then X=1; else X=2; fi') == (("1",), "")
+
+
+@pytest.mark.parametrize("program", ["python3 $M", "python3 $M.py", "python3 -u ${DIR}/$M.py", "$RUN", "$RUN $M"])
+def test_a_program_that_is_not_known_may_be_the_training(tmp_path: Path, program: str) -> None:
+    script = read(tmp_path, f"M=$(pick)\n{program} --lr 1")
+    assert re.fullmatch(r"whether .* is the training is not known", script.flags["--lr"].why)
+
+
+def test_words_that_are_added_may_be_any_flag(tmp_path: Path) -> None:
+    script = read(tmp_path, "xargs python3 train.py --lr 1 < list")
+    assert script.flags["--lr"].why == "$ in run.sh:1 may give it again: xargs adds words"
+    assert [(given.name, given.why) for given in script.unread] == [("$", "xargs adds words")]
+
+
+@pytest.mark.parametrize("before", ["A=(1 2)\nA=3", 'A=("" 2)\nA=3', 'A=("" 2)\nA+=3', "A=()\nA=3"])
+def test_an_arrays_first_item_is_set_by_its_name(tmp_path: Path, before: str) -> None:
+    text = f'{before}\npython3 train.py --x "${{A[@]}}"'
+    assert wrong(script := read(tmp_path, text), calls := calls_of(text)) == []
+    assert known(script, calls) == (1, 1)
 
 
 def test_a_flag_of_a_branch_may_replace_the_one_before_it(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def found_call(words: Sequence[Word], follow: Callable[[Word, Sequence[Word]], N
     if name in _MENTIONS:
         return None
     for at, text in enumerate(texts):
-        is_shell = text.rpartition("/")[2] in SHELLS and (at == 0 or is_starter)
+        is_shell = text.rpartition("/")[2] in SHELLS and is_starter
         if is_shell and re.fullmatch(r"-\w*c", "".join(texts[at + 1 : at + 2])) and len(words) > at + 2:
             follow(words[at + 2], words[at + 4 :])
             return None
@@ -68,7 +68,7 @@ def found_call(words: Sequence[Word], follow: Callable[[Word, Sequence[Word]], N
     first = next((word for word in words[:3] if word.why and not FLAG.match(word.text)), None)
     if name in SHELLS and len(words) == 1:
         return unclear_call("train.py", words[0].place, "the script that is given is not known")
-    if (is_python or is_open) and first and re.search(r"[\"})$]\w*$", first.text):
+    if (is_python or is_open) and first and re.search(r"(\$\w+|[\"})])(\.py)?$", first.text):
         return _doubted(words[1:], f"whether {first.text} is the training")
     return None
 

@@ -101,7 +101,7 @@ class State:
             words = [Word(f"${name}" if why else kept[0].text + words[0].text, words[0].place, why, may_be_list)]
         if kept and old.is_array and not is_array:
             # The first item of an array is set.
-            words = [*words, *(kept[1:] if kept[0].text else kept)]
+            words = [*words, *(kept if kept[0].why and not kept[0].text else kept[1:])]
         self.variables[name] = Variable(tuple(words), is_array or (old.is_array and bool(kept)))
 
     def forget(self, names: Iterable[str], why: str, is_list: bool = False, is_array: bool = False) -> None:
