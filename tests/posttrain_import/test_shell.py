@@ -129,6 +129,10 @@ def test_what_only_a_run_would_tell_is_not_guessed(tmp_path: Path, word: str, be
     assert reason in value(tmp_path, word, before)[1]
 
 
+def test_a_statement_in_the_background_changes_nothing(tmp_path: Path) -> None:
+    assert value(tmp_path, "$X", "X=1\n{ X=2 & }\nX=3 &") == (("1",), "")
+
+
 def test_a_script_of_no_statements_succeeds(tmp_path: Path) -> None:
     assert value(tmp_path, "$X", 'if eval ""; then X=1; else X=2; fi') == (("1",), "")
 
