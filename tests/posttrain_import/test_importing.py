@@ -196,5 +196,16 @@ def test_the_user_is_asked_before_the_script() -> None:
     assert imported(PLAIN + "--actor-num-nodes 2").names["nodes"] == 2
 
 
+def test_a_row_says_what_is_given_where_and_what_it_means() -> None:
+    """Of a flag whose value does not matter, of one that sets a key by being left out, and of each only once."""
+    found = imported(PLAIN + "--colocate ?", model="glm5")
+    told = {row.flag: row for row in [*found.taken, *found.otherwise]}
+    assert len(told) == len(found.taken) + len(found.otherwise)
+    assert (told["--colocate"].value, told["--colocate"].place) == ("?", "run.sh:1")
+    absent = told["--sglang-enable-dp-attention"]
+    assert (absent.value, absent.place, absent.about) == ("not given: false", "", "engine.dp_attention=False")
+    assert "--eps-clip" not in told, "it is given"
+
+
 def test_a_key_for_wandb_is_not_shown() -> None:
     assert text_of(Given("--wandb-key", ("abcdef",), "")) == "(not shown)"

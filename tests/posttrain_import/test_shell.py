@@ -129,6 +129,12 @@ def test_what_only_a_run_would_tell_is_not_guessed(tmp_path: Path, word: str, be
     assert reason in value(tmp_path, word, before)[1]
 
 
+def test_a_value_that_is_not_known_is_no_list_of_flags(tmp_path: Path) -> None:
+    script = read(tmp_path, "f() { local X; python3 train.py --lr 2 --flag $X; }\nf")
+    assert (script.flags["--lr"].values, script.flags["--lr"].why) == (("2",), "")
+    assert script.flags["--flag"].why
+
+
 def test_a_statement_in_the_background_changes_nothing(tmp_path: Path) -> None:
     assert value(tmp_path, "$X", "X=1\n{ X=2 & }\nX=3 &") == (("1",), "")
 

@@ -9,7 +9,7 @@ import pytest
 
 from posttrain.config.schema import Config
 from posttrain.planner.sizing.activations import MicroBatch
-from posttrain.planner.sizing.layout_cost import Cost, Rates, layout_cost
+from posttrain.planner.sizing.layout_cost import Cost, Rates, _seconds_of_exchange, layout_cost
 from posttrain.planner.sizing.memory import stage_memory
 
 FREE = Rates(flops=1e60, node_link=1e60, network=1e60, launch_seconds=0.0, latency_seconds=0.0)
@@ -62,6 +62,16 @@ def test_what_waits_for_each_collective(glm5: Config) -> None:
     )  # fmt: skip
     alone = dataclasses.replace(alone, training=dataclasses.replace(alone.training, global_batch_size=128))
     assert cost_of(alone, latency_seconds=1.0).seconds == pytest.approx(2)
+
+
+def test_two_replicas_exchange_gradients_and_weights(glm5: Config) -> None:
+    """128 ranks in 8 stages of TP8 are two replicas: gradients in FP32 and weights in BF16, half of each sent."""
+    two = with_sizes(
+        glm5, tensor_model_parallel_size=8, pipeline_model_parallel_size=8, context_parallel_size=1,
+        expert_model_parallel_size=16, num_layers_in_last_pipeline_stage=8,
+    )  # fmt: skip
+    dense = max(stage.dense_elements for stage in stage_memory(two))
+    assert _seconds_of_exchange(two, stage_memory(two), dataclasses.replace(FREE, network=1.0)) >= 6 * dense / 2
 
 
 def test_interleaved_stages_wait_less_and_send_more(glm5: Config) -> None:
