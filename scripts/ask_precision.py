@@ -23,7 +23,7 @@ from posttrain_serving.precision.precisions import ask, read_said, tokens_of, wr
 
 
 def main() -> None:
-    """Check what is asked and of whom, ask, write what was said and its receipt."""
+    """Check the questions and the engines, ask, and write the answers and their receipt."""
     started = time.time()
     args = command_line(
         __doc__,

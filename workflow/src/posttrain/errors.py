@@ -153,7 +153,7 @@ def explain(error: BaseException) -> str:
 
 
 def lacks_inodes(folder: Path) -> bool:
-    """Tell whether no file can be made there, however much room there is; some file systems do not count them."""
+    """Return whether no file can be made there, however much room there is; some file systems do not count them."""
     status = os.statvfs(folder)
     return status.f_files > 0 and status.f_favail == 0
 

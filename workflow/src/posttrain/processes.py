@@ -123,7 +123,7 @@ def _remove_when(ended: int, alive: int, folder: Path) -> None:
 
 
 def name_driver() -> bool:
-    """Let the steps that this process starts know whom to follow; called when the Snakefile is parsed.
+    """Tell the steps that this process starts which process to follow; called when the Snakefile is parsed.
 
     Returns:
         Whether this process has been named before: it has read the Snakefile already, as a module.

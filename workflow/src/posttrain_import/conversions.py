@@ -139,7 +139,7 @@ def moe_runner(given: tuple[str, ...], values: Values) -> Mapping[str, Any]:
 
 
 def serves_fp8(values: Values) -> bool:
-    """Tell whether the folder that engines load says that its weights are FP8.
+    """Return whether the folder that engines load says that its weights are FP8.
 
     Raises:
         NotHere: It says that they are quantised in another way.

@@ -329,14 +329,14 @@ class _Import:
 
 
 def _is_whole(script: Script) -> bool:
-    """Tell whether a flag that is not there is not given: bash expands what is not set to nothing."""
+    """Return whether a flag that is not there is not given: bash expands what is not set to nothing."""
     lists = [given for given in script.unread if given.name.startswith(("$", "{")) and not _HARMLESS.search(given.name)]
     has_all = not any(given.name.startswith("source ") for given in script.unread)
     return not [given for given in lists if given.name[0] == "{" or not (has_all and UNSET in given.why)]
 
 
 def _is_known(given: Given) -> bool:
-    """Tell whether a flag has a value; of a checkpoint's folder the last part is enough."""
+    """Return whether a flag has a value; of a checkpoint's folder the last part is enough."""
     is_named = given.name == "--hf-checkpoint" and not re.search(r"[${`]", _last_part(given))
     return is_named or not given.why
 

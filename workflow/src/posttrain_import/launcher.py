@@ -281,14 +281,14 @@ def _piece(text: str, node: ast.expr) -> Piece:
 
 
 def _starts_training(node: ast.AST) -> bool:
-    """Tell whether a part of a function gives flags to the training: by their name, or by that of the program."""
+    """Return whether a part of a function gives flags to the training: by their name, or by that of the program."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return any(PROGRAM.search(word) for word in node.value.split())
     return isinstance(node, ast.keyword) and node.arg == _FLAGS
 
 
 def _fits(pattern: ast.pattern, subject: Any) -> Any:
-    """Tell whether a pattern of constants fits a value, or Unknown."""
+    """Return whether a pattern of constants fits a value, or Unknown."""
     if isinstance(pattern, ast.MatchAs) and pattern.pattern is None:
         return True if pattern.name is None else Unknown(RUNS)
     if isinstance(pattern, ast.MatchOr):

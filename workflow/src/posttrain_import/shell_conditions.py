@@ -63,7 +63,7 @@ def _text(code: Code, words: Words, is_double: bool) -> str | None:
 
 
 def fits(subject: Word, pattern: str) -> bool | None:
-    """Tell whether a text is of a pattern; None where bash and Python may take its characters differently."""
+    """Return whether a text is of a pattern; None where bash and Python may take its characters differently."""
     is_plain = re.fullmatch(r"([\w.*?/-]|\[[a-z0-9-]+\])+|(\"[\w./-]*\")", pattern, re.ASCII)
     if subject.why or not is_plain or not subject.text.isascii():
         return None

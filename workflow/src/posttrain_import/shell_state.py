@@ -33,11 +33,11 @@ class Variable:
     is_array: bool = False
 
     def is_unset(self) -> bool:
-        """Tell whether nothing but the environment could give it a value."""
+        """Return whether nothing but the environment could give it a value."""
         return bool(self.words) and not self.words[0].text and UNSET in self.words[0].why
 
     def has_flags(self) -> bool:
-        """Tell whether there may be a flag in it."""
+        """Return whether there may be a flag in it."""
         return any(word.is_list or "--" in word.text for word in self.words)
 
 

@@ -68,7 +68,7 @@ class KnownShapes:
 
 @cache
 def _may_be_known(func: Any) -> bool:
-    """Tell whether an operation gives new tensors, or its first argument."""
+    """Return whether an operation gives new tensors, or its first argument."""
     if func.namespace != "aten" or not func._schema.returns:
         return False
     if any(value.alias_info for value in func._schema.returns):

@@ -17,7 +17,7 @@ WHOLE_LAYERS = 6
 
 
 def is_quick(resolved: Resolved) -> bool:
-    """Tell whether quick=1 asks for few stages."""
+    """Return whether quick=1 asks for few stages."""
     return bool(resolved.request.get("quick"))
 
 

@@ -74,7 +74,7 @@ class Messages:
         return self._heard(f"{origin}>{to}/{number}", origin, "send", place)
 
     def _in_place_of(self, origin: int) -> tuple[int, int]:
-        """Return who sends the same to whom: where a stage is not rehearsed, the nearest behind it, to its neighbour.
+        """Return the pair that exchanges the same message: if a stage is not rehearsed, the nearest one behind it.
 
         Example:
             Stages 0, 1 and 3 of one rank each: what 3 waits for from 2 is as what 1 sends 2; what 1 waits for from 2 is

@@ -336,7 +336,7 @@ def _awake_in_others_turn(config: Config, traces: Sequence[Trace]) -> Iterator[P
 
 
 def _is_ours(where: str) -> bool:
-    """Tell whether we made a tensor, or Megatron for us; kernels, dispatchers and stages keep their last ones."""
+    """Return whether we made a tensor, or Megatron for us; kernels, dispatchers and stages keep their last ones."""
     return where.startswith(OURS) and not any(theirs in where for theirs in THEIRS)
 
 

@@ -88,7 +88,7 @@ def told_to_end() -> Iterator[None]:
             signal.signal(one, signal.SIG_IGN)
         raise ToldToEndError(128 + number)
 
-    # Whom a shell has told to ignore one, with nohup or `&`, goes on ignoring it.
+    # A process that the shell told to ignore a signal, with nohup or `&`, keeps ignoring it.
     heard = [one for one in ENDING if signal.getsignal(one) is not signal.SIG_IGN]
     before = {one: signal.signal(one, end) for one in heard}
     try:

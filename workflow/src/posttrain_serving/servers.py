@@ -114,7 +114,7 @@ def holder_of(results: Path, server: Server, job_is_alive: JobIsAlive = unknown)
 
 
 def is_server(results: Path, server: Server, holder: Holder) -> bool:
-    """Tell whether a holder's process on this machine is the server, see `artifacts.lease.is_process_of`."""
+    """Return whether a holder's process on this machine is the server, see `artifacts.lease.is_process_of`."""
     return is_process_of(holder, _lease_folder(results, server.host, f"port-{server.port}"))
 
 

@@ -1,7 +1,8 @@
-"""One process at a time makes an artefact, also where several users and several nodes share the store.
+"""One process at a time makes an artefact, even if several users and nodes share the store.
 
-A process holds an artefact from `hold` until it has written the receipt or has ended. Who comes second waits, is told
-for whom, and then finds the work done. The lock is a lease in the folder `{artefact}.lease` beside the receipt.
+A process holds an artefact from `hold` until it has written the receipt or has ended. A second process waits, prints
+which one it waits for, and then finds the work done. The lock is a lease in the folder `{artefact}.lease` beside the
+receipt.
 """
 
 from __future__ import annotations

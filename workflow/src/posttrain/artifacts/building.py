@@ -1,4 +1,4 @@
-"""Builds a folder under a name of its own, which it gives up when the folder is complete."""
+"""Builds a folder under a temporary name and renames it when it is complete."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def write_new(path: Path, text: str) -> None:
-    """Write a text file durably under a name that nobody has: of several who want it, one gets it.
+    """Create a text file durably and exclusively: of several processes that try, one succeeds.
 
     Args:
         path: The file.

@@ -1,4 +1,4 @@
-"""What of a shared store nobody uses any more: shown first, deleted only on demand.
+"""Garbage of a shared store: shown first, deleted only on demand.
 
 Only what steps of ours have made is looked at: what has a receipt, a lease, or parts with one of these. A folder that
 somebody put into the store himself has none, whatever lies beside it.
@@ -78,7 +78,7 @@ def freed_bytes(artefacts: Iterable[Stored]) -> int:
 
 
 def delete_unused(store: Path, unused_days: float) -> tuple[list[Stored], list[str]]:
-    """Delete what nobody uses, each artefact after looking again under its locks.
+    """Delete unused artefacts, each after another look under its locks.
 
     First its receipt goes, so that a kill leaves something half made and never something that seems whole.
 
@@ -118,7 +118,7 @@ def _find_folders(store: Path) -> Iterator[Path]:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Tell whether a step of ours has made an artefact, or has begun to: all of them hold its lease meanwhile."""
+    """Return whether a step of ours has made an artefact, or has begun to: all of them hold its lease meanwhile."""
     try:
         own, *of_parts = _locks_of(folder)
         # What is listed is the user's own folder until a part of it has been brought.
@@ -131,7 +131,7 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _is_receipt(path: Path) -> bool:
-    """Tell whether this is a receipt of any version of ours, its digest right or not."""
+    """Return whether this is a receipt of any version of ours, its digest right or not."""
     try:
         row = read_json(path)
     except (OSError, ValueError):

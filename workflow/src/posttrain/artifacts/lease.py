@@ -54,12 +54,12 @@ class LeaseLostError(RuntimeError):
 
 
 class LeaseHeldError(RuntimeError):
-    """Somebody alive holds the folder."""
+    """A live process holds the folder."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds an epoch.
+    """The holder of an epoch.
 
     Args:
         epoch: From 1, one higher for each holder.
@@ -175,7 +175,7 @@ class Lease:
         return mine
 
     def _is_alive(self, current: Holder) -> bool | None:
-        """Tell whether the lease is held; None as long as that is not known."""
+        """Return whether the lease is held; None as long as that is not known."""
         # A scheduler runs a job once at a time; a run that it has lost sight of is fenced off by our epoch.
         if self._job and current.job == self._job and not _is_here(current):
             return False
@@ -209,7 +209,7 @@ class _Watch:
         self._has_changed = False
 
     def is_alive(self, holder: Holder) -> bool | None:
-        """Tell whether a holder gives signs of life; None where it has to be watched for longer."""
+        """Return whether a holder gives signs of life; None where it has to be watched for longer."""
         try:
             beat = _heartbeat_path(self._folder, holder.epoch).stat()
         except FileNotFoundError:
@@ -256,7 +256,7 @@ def read_holder(lease_folder: Path) -> Holder | None:
 
 
 def living_holder(lease_folder: Path, job_is_alive: JobIsAlive = unknown) -> Holder | None:
-    """Return who holds the lease now; None when nobody does, or somebody dead, as far as one look tells.
+    """Return the lease's live holder, or None; one look, without watching the heartbeat.
 
     Args:
         lease_folder: See `Lease`.
@@ -299,7 +299,7 @@ def _this_process(epoch: int, job: str) -> Holder:
 
 
 def is_process_of(holder: Holder, lease_folder: Path) -> bool:
-    """Tell whether the holder's process id means, on this machine, the process that has taken the lease.
+    """Return whether the holder's process id means, on this machine, the process that has taken the lease.
 
     A lease is a file that others may be able to write. No other process can give this one its start time, its user and
     an open descriptor of the lease's file, which `Lease.path` lets its holder keep.
@@ -324,7 +324,7 @@ def _is_free(folder: Path, holder: Holder, job_is_alive: JobIsAlive) -> bool:
 
 
 def _is_known_free(folder: Path, holder: Holder, job_is_alive: JobIsAlive) -> bool | None:
-    """Tell whether nobody holds the lease any more; None where nothing but its heartbeat can tell."""
+    """Return whether nobody holds the lease any more; None where nothing but its heartbeat can tell."""
     if _released_path(folder, holder.epoch).exists():
         return True
     if _is_here(holder):
@@ -334,7 +334,7 @@ def _is_known_free(folder: Path, holder: Holder, job_is_alive: JobIsAlive) -> bo
 
 
 def _is_here(holder: Holder) -> bool:
-    """Tell whether the holder's process id means the same here."""
+    """Return whether the holder's process id means the same here."""
     return (holder.host, holder.process_ids) == (socket.gethostname(), process_ids())
 
 

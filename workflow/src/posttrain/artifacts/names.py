@@ -1,4 +1,4 @@
-"""Names of files that somebody else may have written down, and that must not lead out of their folder."""
+"""File names from untrusted lists, which must not lead out of their folder."""
 
 from __future__ import annotations
 

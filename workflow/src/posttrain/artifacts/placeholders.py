@@ -15,7 +15,7 @@ _HEAD_BYTES = 1024
 
 
 def placeholder(path: Path) -> str:
-    """Return what a file is instead of a model's, with the remedy; empty where it may be one.
+    """Return what a file is if it is not a model's, with the remedy; empty otherwise.
 
     Args:
         path: It is there; only its beginning is read.

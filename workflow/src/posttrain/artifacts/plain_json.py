@@ -19,7 +19,7 @@ _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def parse_json(text: str | bytes, unique_names: bool = False, finite: bool = False) -> Any:
-    """Return what a JSON text says.
+    """Parse a JSON text.
 
     Args:
         text: The text, or its bytes in UTF-8.
@@ -58,7 +58,7 @@ def _finite(text: str) -> float:
 
 
 def read_json(path: Path, is_strict: bool = False) -> Any:
-    """Return what a JSON file says.
+    """Parse a JSON file.
 
     Args:
         path: The file.

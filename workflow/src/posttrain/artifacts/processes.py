@@ -1,4 +1,4 @@
-"""Which process somebody was, and whether it still runs: ids alone do not tell, because they are used again."""
+"""Identifies processes across time: a process id alone does not, because ids are reused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def started_ticks(pid: int) -> int | None:
 
 
 def user_name() -> str:
-    """Return who we are, as a number where the machine has no name for it."""
+    """Return this user's name, or the number where the machine has no name."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):

@@ -60,7 +60,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Receipt:
-    """What a finished step made, from what, and with which settings.
+    """What a finished step made, from which inputs and settings.
 
     Args:
         step: Name of the rule.
@@ -95,7 +95,7 @@ class Receipt:
 
 
 def claim(path: Path, wanted: Receipt, folder: Path, sources: Iterable[Path] = (), parts: Iterable[Path] = ()) -> bool:
-    """Tell whether an artefact has to be made; if so, this process is the only one to make it until `write_receipt`.
+    """Return whether an artefact has to be made; if so, this process is the only one to make it until `write_receipt`.
 
     Another user's run may have made it since this one was planned, or may be at it: then it is waited for. A receipt
     that stands for something else than what is wanted, or for files that are gone, is removed.
@@ -171,7 +171,7 @@ def write_receipt(path: Path, receipt: Receipt, started: float | None = None) ->
 
 
 def read_receipt(path: Path) -> Receipt:
-    """Read a receipt and check that nobody changed it.
+    """Read a receipt and verify its digest.
 
     Raises:
         CheckpointError: When it is missing, unreadable, or its digest does not fit its content.

@@ -1,4 +1,4 @@
-"""Who uses what of a shared store: one small file per run, written whenever a driver starts.
+"""References into a shared store: one small file per run, written whenever a driver starts.
 
 A reference counts as long as the run's folder exists, and for some days after the last start where it does not: a run
 has no folder before its first step. A folder on a file system that is not mounted here counts as existing, and so does
@@ -52,14 +52,14 @@ class Reference:
         object.__setattr__(self, "artefacts", tuple(RelativeName(name) for name in self.artefacts))
 
     def is_live(self, unused_days: float) -> bool:
-        """Tell whether what it names must be kept."""
+        """Return whether what it names must be kept."""
         if not is_gone(self.run) or is_gone(self.results):
             return True
         return time.time() - self.last_start_unix < unused_days * SECONDS_PER_DAY
 
 
 def is_gone(path: str) -> bool:
-    """Tell whether there is certainly nothing of that name: no permission, or a disk that fails, is not absence."""
+    """Return whether there is certainly nothing of that name: no permission, or a disk that fails, is not absence."""
     try:
         os.stat(path)
     except FileNotFoundError:
@@ -75,7 +75,7 @@ def references_folder(store: Path) -> Path:
 
 
 def register_run(paths: Paths) -> None:
-    """Say in the store what a run uses of it."""
+    """Record in the store which artefacts a run uses."""
     run, results = os.path.abspath(paths.run), os.path.abspath(paths.run.parent)
     folders = (*paths.store_artefacts.values(), paths.export_fp8)
     used = [RelativeName(path.relative_to(paths.store).as_posix()) for path in folders]

@@ -55,18 +55,18 @@ def data_parallel_size(config: Config) -> int:
 
 
 def uses_engines(config: Config) -> bool:
-    """Tell whether the training job has engines; given responses need none."""
+    """Return whether the training job has engines; given responses need none."""
     return config.training.objective == "rl"
 
 
 def takes_turns(config: Config) -> bool:
-    """Tell whether trainer and engines sleep in host memory while the other works: where they share GPUs."""
+    """Return whether trainer and engines sleep in host memory while the other works: where they share GPUs."""
     asked = config.engine.sleep == "always" or (config.engine.sleep == "auto" and config.hardware.device == "cuda")
     return asked and uses_engines(config) and not config.engine.own_nodes
 
 
 def engines_load(config: Config) -> bool:
-    """Tell whether engines of a run that begins load weights, which others get from the trainer in any case.
+    """Return whether engines of a run that begins load weights, which others get from the trainer in any case.
 
     Others are those that have slept while it loaded, and those whose weights go from shard to shard.
     """
@@ -115,7 +115,7 @@ def prefill_gpus(config: Config) -> int:
 
 
 def proves_weights(config: Config) -> bool:
-    """Tell whether engines compute with the very numbers that they load, and can show it.
+    """Return whether engines compute with the very numbers that they load, and can show it.
 
     On other GPUs than Hopper SGLang has kernels for which it rearranges or requantises weights after loading.
     """
@@ -213,7 +213,7 @@ def serving_settings(config: Config) -> dict[str, Any]:
 
 
 def is_calibrated_here(config: Config) -> bool:
-    """Tell whether the checkpoint for serving needs magnitudes that the rule `calibrate` finds."""
+    """Return whether the checkpoint for serving needs magnitudes that the rule `calibrate` finds."""
     serving = config.serving
     return serving.format == "nvfp4" and not serving.calibration and not serving.uncalibrated
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from posttrain.document import _doc
 
-# In the environment: what engines want to be shown by those whom they obey.
+# The environment variable with the secret that engines demand from their clients.
 SECRET_VARIABLE = "POSTTRAIN_ENGINE_SECRET"
 
 

@@ -114,7 +114,7 @@ def dimensions(arch: Architecture) -> dict[str, Any]:
 
 
 def chooses_keys(arch: Architecture, layer: int) -> bool:
-    """Tell whether a layer has an indexer; one of a sparse model that has none takes over the choice before it.
+    """Return whether a layer has an indexer; one of a sparse model that has none takes over the choice before it.
 
     MTP layers, which are numbered behind the decoder's, have their own.
     """

@@ -133,7 +133,7 @@ def typed(value: Any, kind: Any) -> Any:
 
 
 def is_misread_text(value: Any, kind: Any) -> bool:
-    """Tell whether text is due and YAML has read something else: what was written is lost (`0123` is read as 83)."""
+    """Return whether text is due and YAML has read something else: what was written is lost (`0123` is read as 83)."""
     if kind == list[str]:
         items = value if isinstance(value, list) else [value]
         return any(is_misread_text(item, str) and not _is_whole(item) for item in items)
@@ -141,7 +141,7 @@ def is_misread_text(value: Any, kind: Any) -> bool:
 
 
 def _is_whole(item: Any) -> bool:
-    """Tell whether an item of a list is a whole number, such as a concurrency; YAML is read without octal ones."""
+    """Return whether an item of a list is a whole number, such as a concurrency; YAML is read without octal ones."""
     return isinstance(item, int) and not isinstance(item, bool)
 
 

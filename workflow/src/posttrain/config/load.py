@@ -259,7 +259,7 @@ class _Merger:
             self._lacks_a_layer = True
 
     def add_optional_file(self, name: str) -> bool:
-        """Add a layer if its file exists; tells whether it does."""
+        """Add a layer if its file exists; returns whether it does."""
         if self._find(name).exists():
             self.add_file(name)
             return True

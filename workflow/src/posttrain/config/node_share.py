@@ -72,6 +72,6 @@ def _experts_at(config: Config, place: int) -> range:
 
 
 def _has_engine(config: Config, node: int) -> bool:
-    """Tell whether engines need a node of those that they may have, which they fill one after the other."""
+    """Return whether engines need a node of those that they may have, which they fill one after the other."""
     before = (node - engine_nodes(config).start) * config.hardware.gpus_per_node
     return config.hardware.device == "cpu" or before < engine_gpus(config)

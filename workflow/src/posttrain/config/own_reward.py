@@ -87,7 +87,7 @@ def inspect_own(text: str, key: str = "data.reward") -> OwnReward:
 
 
 def _needs_label(function: ast.FunctionDef | ast.AsyncFunctionDef, signature: str, parameters: list[str]) -> bool:
-    """Tell whether a label may reach a function; what the source does not show, may."""
+    """Return whether a label may reach a function; what the source does not show, may."""
     rest = function.args.kwarg.arg if function.args.kwarg else ""
     used = {node.id for statement in function.body for node in ast.walk(statement) if isinstance(node, ast.Name)}
     columns = set(parameters) - {*SIGNATURES[TRL][1], *TRAINERS_OWN} if signature == TRL else set()

@@ -97,7 +97,7 @@ def parse_request(workflow: Mapping[str, Any]) -> Request:
 
 
 def is_count(value: Any) -> bool:
-    """Tell whether a value counts nodes."""
+    """Return whether a value counts nodes."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 

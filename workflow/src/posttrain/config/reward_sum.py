@@ -78,7 +78,7 @@ def parse_reward(text: str, key: str = "data.reward") -> tuple[Term, ...]:
 
 
 def is_usable(number: float) -> bool:
-    """Tell whether the trainer can compute with a score, a reward or a metric; NaN and infinities are not usable."""
+    """Return whether the trainer can compute with a score, a reward or a metric; NaN and infinities are not usable."""
     return abs(number) <= MAX_NUMBER
 
 
@@ -113,6 +113,6 @@ def total(terms: Sequence[Term], scores: Mapping[str, float | None]) -> float | 
 
 
 def has_passed(scores: Mapping[str, float | None], reward: float) -> bool:
-    """Tell whether a response passes: by the first grader that applies to it, or where none is told by its reward."""
+    """Return whether a response passes: by the first grader that applies to it, or where none is told by its reward."""
     first = next((score for score in scores.values() if score is not None), reward)
     return first >= PASSING_SCORE

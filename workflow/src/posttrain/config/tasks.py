@@ -136,7 +136,7 @@ def _value(text: str, kind: Any) -> Any:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Tell whether a value is of a declared type; what belongs into a list, the task itself knows."""
+    """Return whether a value is of a declared type; what belongs into a list, the task itself knows."""
     origin, arguments = typing.get_origin(kind) or kind, typing.get_args(kind)
     if origin is typing.Union:
         return any(_fits(value, one) for one in arguments)

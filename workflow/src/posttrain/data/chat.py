@@ -259,7 +259,7 @@ def stop_token_ids(folder: Path) -> frozenset[int]:
 
 
 def _ends_with(text: str, prompt: str, answer: str) -> bool:
-    """Tell whether a text has the whole answer, which reaches beyond the prompt; templates strip lines."""
+    """Return whether a text has the whole answer, which reaches beyond the prompt; templates strip lines."""
     squeezed, start, wanted = ("".join(some.split()) for some in (text, prompt, answer))
     place = squeezed.rfind(wanted)
     return not wanted or (place >= 0 and place + len(wanted) > len(start))

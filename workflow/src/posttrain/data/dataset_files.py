@@ -93,7 +93,7 @@ def make_dataset(data: Data, folder: Path, manifest: Path, rule: RetryRule | Non
 def make_rows(
     wanted: Suite | CalibrationPass, folder: Path, manifest: Path, rule: RetryRule | None = None
 ) -> tuple[FileRecord, ...]:
-    """Fill `folder` with rows that nobody trains on.
+    """Fill `folder` with held-out rows.
 
     Of an evaluation suite they are prompts, all of them held out; of a calibration pass conversations, to which answers
     that rows end with belong.

@@ -46,7 +46,7 @@ class Form:
     left_out: frozenset[str] = field(default=frozenset())
 
     def is_of(self, row: Mapping[str, Any]) -> bool:
-        """Tell whether a row has the form's columns."""
+        """Return whether a row has the form's columns."""
         try:
             return all(kind(parse_key(key).find(row)) for key, kind in self.fits.items())
         except AbsentError:

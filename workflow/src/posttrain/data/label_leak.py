@@ -18,7 +18,7 @@ NUM_LOOKED_AT, SUSPICIOUS_SHARE, MIN_ROWS = 1000, 0.2, 8
 
 
 def check_leak(key: str, prompts: Sequence[Prompt], most: float) -> tuple[list[Problem], list[Problem]]:
-    """Return what a run is refused for, and what is to be known.
+    """Return the problems that refuse a run, and notes.
 
     Args:
         key: Where the labels' column is set, for the message.
@@ -69,7 +69,7 @@ def _squeezed(text: str) -> str:
 
 
 def _is_in(label: str, text: str) -> bool:
-    """Tell whether a text contains a label, not only as a part of a longer word or number."""
+    """Return whether a text contains a label, not only as a part of a longer word or number."""
     before = r"(?<!\w)(?<!\d[.,])" if label[0].isascii() and label[0].isalnum() else ""
     after = r"(?!\w)(?![.,]\d)" if label[-1].isascii() and label[-1].isalnum() else ""
     return label in text and re.search(before + re.escape(label) + after, text) is not None

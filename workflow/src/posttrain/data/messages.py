@@ -61,12 +61,12 @@ def messages_of(value: Any, key: str) -> tuple[dict[str, Any], ...]:
 
 
 def _is_text_of_messages(text: str) -> bool:
-    """Tell whether a text is a list of messages as JSON or as Python writes it: tables in CSV have such cells."""
+    """Return whether a text is a list of messages as JSON or as Python writes it: tables in CSV have such cells."""
     return bool(re.match(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""", text))
 
 
 def _why_no_message(message: Any) -> str:
-    """Return what is wrong with a message; nothing for a right one."""
+    """Return what is wrong with a message, if anything."""
     if not isinstance(message, dict):
         return f"is {kind_of(message)}, expected an object"
     role, content, calls = (message.get(name) for name in ("role", "content", "tool_calls"))
@@ -140,7 +140,7 @@ def answer_of(value: Any) -> dict[str, Any]:
 
 
 def is_answer(message: Any) -> bool:
-    """Tell whether something is a message of the assistant."""
+    """Return whether something is a message of the assistant."""
     return not _why_no_message(message) and bool(message["role"] == "assistant")
 
 

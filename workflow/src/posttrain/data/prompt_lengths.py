@@ -44,7 +44,7 @@ class PromptLengths:
 
 
 def check_lengths(found: PromptLengths, rollout: Rollout) -> tuple[list[Problem], list[Problem]]:
-    """Return what a run is refused for, and what is to be known."""
+    """Return the problems that refuse a run, and notes."""
     longer = set(found.too_long)
     if not longer:
         return [], []

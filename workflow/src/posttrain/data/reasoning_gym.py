@@ -79,7 +79,7 @@ def draw_entries(data: Data) -> list[tuple[dict[str, Any], bool]]:
 
 
 def is_heldout(question: str) -> bool:
-    """Tell whether a question belongs to evaluation."""
+    """Return whether a question belongs to evaluation."""
     return hashlib.sha256(question.encode()).digest()[0] < HELDOUT_SHARE * 256
 
 

@@ -1,4 +1,4 @@
-"""Rows of any form as prompts with labels: checked, and whatever is wrong told at once."""
+"""Rows of any form as prompts with labels; all problems are reported together."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def generate_prompts(
 
 
 def is_heldout(digits: str) -> bool:
-    """Tell whether a number belongs to evaluation."""
+    """Return whether a number belongs to evaluation."""
     weighted = (int(digit) * DIGIT_WEIGHTS[i % len(DIGIT_WEIGHTS)] for i, digit in enumerate(digits))
     return sum(weighted) % HELDOUT_DIVISOR == 0
 

@@ -103,7 +103,7 @@ class EngineCalls:
     async def call_each(
         self, method: str, path: str, bodies: Sequence[dict[str, Any] | None], may_repeat: bool
     ) -> list[Any]:
-        """Make a call to each engine at the same time, with what is told that one; see `call_all`."""
+        """Call each engine concurrently with its own arguments; see `call_all`."""
         told = zip(self._engines, bodies, strict=True)
         calls: list[Awaitable[Any]] = [self.call(engine, method, path, body, may_repeat) for engine, body in told]
         answers = await asyncio.gather(*calls, return_exceptions=True)
@@ -184,7 +184,7 @@ class EngineCalls:
         return min(SILENCE_SECONDS, self._timeout_seconds)
 
     async def _is_healthy(self, engine: Engine, within_seconds: float) -> bool | None:
-        """Ask an engine how it is; None where it does not answer at all, though somebody listens."""
+        """Return an engine's health; None if something listens there but does not answer."""
         assert self._session is not None, "use the client as an async context manager"
         longest = min(PROBE_TIMEOUT_SECONDS, self._silence_seconds, within_seconds)
         timeout = aiohttp.ClientTimeout(total=max(PROBE_INTERVAL_SECONDS, longest))

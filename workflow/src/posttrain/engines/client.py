@@ -274,7 +274,7 @@ class EngineClient(EngineCalls):
         self._update_is_open, self._closed_because = False, ""
 
     async def end_received(self, version: int) -> None:
-        """Close an update whose tensors went another way than over HTTP."""
+        """Close an update whose tensors were not sent over HTTP."""
         await self.call_all("POST", "/flush_cache", {})
         await self.call_all("POST", "/update_weight_version", {"new_version": str(version)})
         await self.end_update()

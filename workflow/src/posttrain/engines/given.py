@@ -1,4 +1,4 @@
-"""Engines that a step asks: of the job around it, which tells where they are, of somebody else, or of its own here."""
+"""The engines of a step: those of the surrounding job, external ones by address, or its own on this machine."""
 
 from __future__ import annotations
 

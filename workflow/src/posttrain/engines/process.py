@@ -1,4 +1,4 @@
-"""Engine processes: started, watched, and ended by the one who started them.
+"""Starts, watches and stops engine processes.
 
 An engine is a process group of its own with a log file. It is ended by its id, with its children, never by
 its name; and the kernel ends it when the process that started it has died (`processes`).
@@ -51,7 +51,7 @@ class EngineProcess:
         command: How to start it.
         log_path: Where its output goes; earlier content is kept.
         name: How errors call it.
-        secret: Whom it obeys shows this.
+        secret: Its clients must show this.
     """
 
     def __init__(self, command: EngineCommand, log_path: Path, name: str, secret: str):
@@ -111,7 +111,7 @@ class EngineProcess:
         end_processes([self._process], grace_seconds=0.0)
 
     def restart(self) -> None:
-        """Start it again where it was, when what is left of it has ended."""
+        """Restart it in the same place after its remaining processes have ended."""
         self.stop()
         self.start()
 
@@ -190,7 +190,7 @@ def started_engines(
     Args:
         commands: Number of the engine in the run -> how it is started here.
         log_folder: Gets `engine{i}.log`.
-        secret: Whom they obey shows this.
+        secret: Their clients must show this.
     """
     engines = [
         EngineProcess(command, log_folder / f"engine{index}.log", f"engine {index}", secret)

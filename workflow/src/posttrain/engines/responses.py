@@ -1,4 +1,4 @@
-"""What is asked of /generate and what comes back, in our words."""
+"""Requests to /generate and its responses, as our types."""
 
 from __future__ import annotations
 
@@ -152,5 +152,5 @@ def answers_of_ranks(engine: str, answers: Sequence[Mapping[str, Any]]) -> list[
 
 
 def has_left(failure: str) -> bool:
-    """Tell whether a member of a weight transfer says no more than that another one has left it."""
+    """Return whether a member of a weight transfer says no more than that another one has left it."""
     return any(words in failure for words in LEFT)

@@ -1,4 +1,4 @@
-"""To which experts an engine has sent each token, as its answers tell it: `routed_experts` of SGLang.
+"""The experts that an engine routed each token to, from SGLang's `routed_experts`.
 
 Numbers of experts, [tokens, layers, experts of a token], of every decoder layer, zeros in those without experts, and of
 every token but a response's last, which no engine reads. Ours are one byte each where that is enough; SGLang's own have
@@ -30,7 +30,7 @@ SMALL, LARGE = np.dtype("uint8"), np.dtype("<i2")
 
 @dataclass(frozen=True)
 class RoutesLayout:
-    """What is known of a model's routes.
+    """The shape of a model's routes.
 
     Args:
         num_layers: Decoder layers.

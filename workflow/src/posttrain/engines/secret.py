@@ -1,4 +1,4 @@
-"""What an engine and those whom it obeys share: a secret of one attempt, in their environment and nowhere else.
+"""The secret that an engine shares with its clients: one per attempt, in their environment and nowhere else.
 
 Every request carries it, and an engine refuses any other before it reads its body.
 """
@@ -17,7 +17,7 @@ ENGINES_VARIABLE = "POSTTRAIN_ENGINES"
 
 
 def new_secret() -> str:
-    """Return a secret that nobody else has."""
+    """Return a new random secret."""
     return secrets.token_hex(32)
 
 
@@ -35,7 +35,7 @@ def take_secret() -> str:
 
 
 def variables_of(urls: Sequence[str], secret: str) -> Mapping[str, str]:
-    """Return what tells a process in its environment which engines to ask."""
+    """Return the environment variables that name a process's engines."""
     return {ENGINES_VARIABLE: " ".join(urls), SECRET_VARIABLE: secret}
 
 

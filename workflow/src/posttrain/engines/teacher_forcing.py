@@ -1,4 +1,4 @@
-"""What a server says of tokens that are given to it, over SGLang's own interface or OpenAI's.
+"""Teacher forcing: log-probabilities of given tokens, over SGLang's interface or OpenAI's.
 
 Nothing is sampled that counts: the log-probabilities are those of a prompt's tokens, at temperature 1.
 """

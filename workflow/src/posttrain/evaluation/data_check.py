@@ -246,7 +246,7 @@ def _spread(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
 
 
 def print_check(found: DataCheck) -> None:
-    """Print on stdout what somebody wants to see before a first run."""
+    """Print what a user wants to see before a first run."""
     console = Console(highlight=False, soft_wrap=True)
     for number, example in enumerate(found.examples, start=1):
         source = f", {example['source']}" if example["source"] else ""

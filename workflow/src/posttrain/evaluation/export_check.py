@@ -71,7 +71,7 @@ def check_export(folder: Path, model: Model, way: str) -> dict[str, Any]:
 
 
 def in_words(found: dict[str, Any]) -> str:
-    """Return in a sentence what a check has found."""
+    """Return a check's finding as a sentence."""
     if found["check"] == "off":
         return "not checked (export.check=off)"
     ways = {"whole": "whole", "layers": "layer by layer"}

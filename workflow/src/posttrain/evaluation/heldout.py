@@ -85,7 +85,7 @@ class Exam:
 
 
 def read_exams(config: Config, folders: Mapping[str, Path]) -> list[Exam]:
-    """Return what a run is measured on, the held-out prompts first.
+    """Return the evaluation tasks of a run, the held-out prompts first.
 
     Args:
         config: The resolved configuration.

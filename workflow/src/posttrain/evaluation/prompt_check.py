@@ -82,7 +82,7 @@ def check_prompts(
     suites: Sequence[Exam],
     answer_of: Callable[[Prompt], Mapping[str, Any]] | None,
 ) -> tuple[list[Problem], list[Problem]]:
-    """Return what a run is refused for, and what is to be known.
+    """Return the problems that refuse a run, and notes.
 
     Args:
         config: The resolved configuration.

@@ -53,7 +53,7 @@ def attach(paths: Paths) -> str:
 
 
 def wait_while_alive(paths: Paths) -> bool:
-    """Return when nothing trains the run; tells whether anything did."""
+    """Wait until nothing trains the run; returns whether anything did."""
     who = _who_trains(paths)
     if not who:
         return False

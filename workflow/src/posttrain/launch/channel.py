@@ -45,7 +45,7 @@ class Channel:
         return str(self._connection.getsockname()[0])
 
     def send(self, kind: str, **content: Any) -> bool:
-        """Send a message; tells whether the other side was there to take it."""
+        """Send a message; returns whether the other side was there to receive it."""
         line = as_line({"kind": kind, **content})
         try:
             with self._lock:

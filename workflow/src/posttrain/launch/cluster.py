@@ -104,14 +104,14 @@ class Cluster:
         return "(the node no longer has its log)" if said is None else said
 
     def has_jobsets(self) -> bool:
-        """Tell whether the cluster serves JobSets of the version that we write."""
+        """Return whether the cluster serves JobSets of the version that we write."""
         served = self._ask(
             "list JobSet's resources", self._jobsets.get_api_resources, {NOT_FOUND}, group=GROUP, version=VERSION
         )
         return served is not None and any(resource.name == PLURAL for resource in served.resources)
 
     def is_allowed(self, verb: str, group: str, resource: str) -> bool:
-        """Tell whether the account may do something in the namespace; a subresource is named as in `pods/log`."""
+        """Return whether the account may do something in the namespace; a subresource is named as in `pods/log`."""
         name, _, part = resource.partition("/")
         wanted = {"namespace": self._namespace, "verb": verb, "group": group, "resource": name, "subresource": part}
         review = {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview"}

@@ -1,4 +1,4 @@
-"""What a Kubernetes cluster must offer before a gang is queued there."""
+"""Checks of a Kubernetes cluster before a gang is queued there."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class Ending(logging.Filter):
 
 
 def notify(command: Sequence[str], run: Path, state: str, words: str) -> None:
-    """Run a site's command to tell somebody how a run has ended. Nothing without one; its own failure is a warning.
+    """Run the site's notification command when a run ends, if there is one; a failure of it is a warning.
 
     Args:
         command: Words of the command line; what happened is in its environment, as POSTTRAIN_RUN (the run's folder),

@@ -35,7 +35,7 @@ def recorder_environment(config: Config, own_folder: Path, folder: Path) -> dict
 
 
 def ask_for_record(own_folder: Path, rank: int) -> bool:
-    """Have torch write the record of a rank; tells whether anybody listens."""
+    """Have torch dump a rank's flight record; returns whether a process listens."""
     try:
         descriptor = os.open(own_folder / f"{PIPE}{rank}.pipe", os.O_WRONLY | os.O_NONBLOCK)
     except OSError:  # no pipe, or nobody has opened its other end

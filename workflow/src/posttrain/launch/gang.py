@@ -139,7 +139,7 @@ class Gang(Gathering):
         return f"{said}; {described}" if (described := describe_records(records)) else said
 
     def _tell_phase(self) -> None:
-        """Tell nodes without ranks in which phase rank 0 is, when it is in another than they know."""
+        """Send rank 0's phase to nodes without ranks when it has changed."""
         ranks = self._members[self._names[0]].messages.get("positions", {}).get("ranks", {})
         position = ranks.get("0")
         phase = position and {"step": position["step"], "phase": position["phase"]}
@@ -150,7 +150,7 @@ class Gang(Gathering):
             self._members[name].channel.send("phase", position=phase)
 
     def _pass_on_silence(self) -> None:
-        """Tell all nodes which engine rank 0 gets no answer of; the one that has it ends it."""
+        """Tell all nodes which engine does not answer rank 0; its node stops it."""
         named = [m.messages.pop("silent") for m in self._members.values() if m.has_told("silent")]
         for message in named:
             for member in self._members.values():

@@ -67,7 +67,7 @@ class Member:
     messages: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def has_told(self, kind: str) -> bool:
-        """Tell whether it has sent such a message."""
+        """Return whether it has sent such a message."""
         return kind in self.messages
 
 
@@ -127,7 +127,7 @@ class Gathering:
                 raise AttemptFailedError(f"no supervisor started on {', '.join(missing)}", missing)
 
     def _assign(self, kind: str, **content: Any) -> list[Member]:
-        """Tell each node what its part is, and return the nodes, in the order of ranks."""
+        """Assign each node its part; returns the nodes in the order of ranks."""
         members = [self._members[name] for name in self._names]
         same = {
             "addresses": [member.address for member in members],

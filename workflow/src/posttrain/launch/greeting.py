@@ -46,7 +46,7 @@ class GreetingError(ConnectionError):
 
 
 class Reception:
-    """Listens at one address, and lets in who proves the secret.
+    """Listens at one address and admits peers that prove the secret.
 
     Args:
         host: Address to listen at.
@@ -71,7 +71,7 @@ class Reception:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Stop admitting peers."""
         self._is_open = False
         self._listener.shutdown(socket.SHUT_RDWR)  # a thread waits in accept()
         self._listener.close()
@@ -108,7 +108,7 @@ class Reception:
         self._receive(hello, channel)
 
     def _hear(self, connection: socket.socket) -> dict[str, Any]:
-        """Return what somebody has said of itself, and proven."""
+        """Return a peer's authenticated description of itself."""
         deadline, challenge = time.monotonic() + GREETING_SECONDS, _challenge()
         hello = _read(connection, deadline)
         if not isinstance(hello.get("who"), str):
@@ -177,7 +177,7 @@ def _check(answer: dict[str, Any], side: str, secret: str, hello: dict[str, Any]
 
 
 def _read(connection: socket.socket, deadline: float) -> dict[str, Any]:
-    """Return a message of somebody who is not known yet, and nothing of what comes behind it."""
+    """Read one message from an unauthenticated peer, and nothing after it."""
     line = bytearray()
     while not line.endswith(b"\n"):
         if len(line) == MAX_GREETING_BYTES:

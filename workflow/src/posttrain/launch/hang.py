@@ -72,7 +72,7 @@ class HangWatch:
     _last: dict[int, Position] = field(default_factory=dict)
 
     def look(self, positions: Mapping[int, Position]) -> str | None:
-        """Return what is wrong; None while all is well.
+        """Return what is wrong, or None.
 
         Args:
             positions: Of every rank that is in a step.
@@ -129,7 +129,7 @@ def waiting_in(stack: str) -> str | None:
 
 
 def describe_stacks(stacks: Mapping[int, str | None], node_of: Mapping[int, str]) -> str:
-    """Return who waits in which collective, and who does not: the suspects, named last.
+    """Return which ranks wait in which collective, and last the ranks that do not: the suspects.
 
     Args:
         stacks: Rank -> its stack; None where it did not answer.
@@ -151,7 +151,7 @@ def _list_of(behind: Mapping[int, Position]) -> str:
 
 
 def _fewest(positions: Mapping[int, Position]) -> str:
-    """Return who has passed fewer marks than others, if anybody has."""
+    """Return the ranks that passed fewer marks than others, if any."""
     least, most = (choose(position.marks for position in positions.values()) for choose in (min, max))
     slowest = [rank for rank, position in sorted(positions.items()) if position.marks == least]
     return f"; {_ranks(slowest)} after {least} marks, others after up to {most}" if least < most else ""

@@ -53,7 +53,7 @@ def describe_unfit(unfit: Unfit, config: Config) -> str:
 
 
 def must_inspect(config: Config, names: Sequence[str]) -> bool:
-    """Tell whether there is something to look at: GPUs, or links between nodes."""
+    """Return whether there is something to look at: GPUs, or links between nodes."""
     return config.launch.preflight and (len(names) > 1 or config.hardware.device == "cuda")
 
 

@@ -1,4 +1,4 @@
-"""A training job: what the head of a gang tells each of its nodes."""
+"""A training job as the head of a gang sends it to its nodes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from posttrain.config.schema import Config
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """What is trained, from where; every path but `node_local` is seen by all nodes.
+    """What a job trains and from which paths; all nodes see every path except `node_local`.
 
     Args:
         config_path: The resolved configuration.

@@ -26,7 +26,7 @@ class Started(Protocol):
     """A command that was started on nodes."""
 
     def is_running(self) -> bool:
-        """Tell whether it runs on any of them; False as soon as it cannot end well because a node is gone."""
+        """Return whether it runs on any of them; False as soon as it cannot end well because a node is gone."""
 
     def end(self) -> None:
         """Wait for an end that is near, and end what then still runs."""
@@ -43,7 +43,7 @@ class StartedHere:
         self.processes = list(processes)
 
     def is_running(self) -> bool:
-        """Tell whether any of them runs; False where one has failed."""
+        """Return whether any of them runs; False where one has failed."""
         codes = [process.poll() for process in self.processes]
         return None in codes and not any(codes)
 
@@ -89,10 +89,10 @@ class Nodes(Protocol):
         """Do not choose these nodes again, although they answer."""
 
     def job_is_alive(self, job: str) -> bool | None:
-        """Tell whether the scheduler runs a job or will; None where it cannot tell."""
+        """Return whether the scheduler runs a job or will; None where it cannot tell."""
 
     def end_is_near(self, seconds: float) -> bool:
-        """Tell whether the scheduler ends the job within so many seconds; asked all the time."""
+        """Return whether the scheduler ends the job within so many seconds; asked all the time."""
 
     def requeue(self, after: str = "") -> None:
         """Give the nodes back and have the job started again later; does not return.
@@ -110,7 +110,7 @@ class Nodes(Protocol):
 
 
 class ThisMachine:
-    """One node, and nobody who starts or ends jobs.
+    """One machine without a scheduler.
 
     Args:
         name: What its node-local copy is called.

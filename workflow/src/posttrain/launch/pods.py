@@ -84,7 +84,7 @@ class StartedOnPods:
         self._own, self._others = own, others
 
     def is_running(self) -> bool:
-        """Tell whether it runs in any pod; False where one is gone."""
+        """Return whether it runs in any pod; False where one is gone."""
         is_any = self._own.is_running() or any(pod.is_running for pod in self._others)
         return is_any and all(pod.is_here for pod in self._others)
 

@@ -166,7 +166,7 @@ class RankProcess:
         return take_silent(self.progress_path)
 
     def ask_for_record(self) -> bool:
-        """Have its collectives written down; tells whether anybody listens."""
+        """Have its collectives written down; returns whether anybody listens."""
         return ask_for_record(self.progress_path.parent, self.rank)
 
     def record(self) -> Path | None:

@@ -34,7 +34,7 @@ def find_nodes(config: Config, run_folder: Path) -> Nodes:
 
 
 def is_waiting_pod() -> bool:
-    """Tell whether this process runs in a pod of a gang that is not its head."""
+    """Return whether this process runs in a pod of a gang that is not its head."""
     return int(os.environ.get(NODE_RANK, "0")) > 0
 
 

@@ -139,11 +139,11 @@ class SlurmAllocation:
         self._spare_jobs.replace(self._lost)
 
     def job_is_alive(self, job: str) -> bool | None:
-        """Tell whether SLURM runs a job or will; None where it cannot be told."""
+        """Return whether SLURM runs a job or will; None where it cannot be told."""
         return job_is_alive(job)
 
     def end_is_near(self, seconds: float) -> bool:
-        """Tell whether the job ends within so many seconds.
+        """Return whether the job ends within so many seconds.
 
         SLURM is asked now and then, because an administrator may move the end.
         """

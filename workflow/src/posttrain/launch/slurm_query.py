@@ -45,7 +45,7 @@ def job_state(number: str) -> str | None:
 
 
 def job_is_alive(job: str) -> bool | None:
-    """Tell whether SLURM still runs a job, or will; None where it cannot be told from here.
+    """Return whether SLURM still runs a job, or will; None where it cannot be told from here.
 
     Args:
         job: As `SlurmAllocation.job` calls it.

@@ -1,4 +1,4 @@
-"""How long before its end a job has to be told to save: a step that has just begun ends first, then it is saved.
+"""How long before its time limit a job must be told to save: long enough to finish a step and write a checkpoint.
 
 During a step the checkpoint of the one before may be written. That of the last has no step to hide in.
 """

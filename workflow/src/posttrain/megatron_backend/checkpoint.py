@@ -293,7 +293,7 @@ def sharded_weights(chunks: Sequence[LogprobModel]) -> ShardedStateDict:
 
 
 def _is_extra_state(key: str) -> bool:
-    """Tell whether a module keeps something there that is no weight; grouped experts have `_extra_state3`, too."""
+    """Return whether a module keeps something there that is no weight; grouped experts have `_extra_state3`, too."""
     return key.rpartition(".")[2].startswith("_extra_state")
 
 

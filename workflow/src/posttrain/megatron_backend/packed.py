@@ -165,7 +165,7 @@ class PackedSequences(PackedSeqParams):
 
 
 def _gather(own: torch.Tensor, is_used_alike: bool) -> torch.Tensor:
-    """Return the tokens of all context-parallel ranks, one behind the other; gradients go to whom they belong."""
+    """Return the tokens of all context-parallel ranks, one after the other; gradients return to their own rank."""
     group = parallel_state.get_context_parallel_group()
     return gather_from_sequence_parallel_region(own, tensor_parallel_output_grad=not is_used_alike, group=group)
 

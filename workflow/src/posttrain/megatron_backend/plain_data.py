@@ -1,4 +1,4 @@
-"""What ranks tell each other besides tensors: JSON, because who unpickles runs what others have written."""
+"""Objects between ranks as JSON: unpickling would run what others have written."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _of_all: dist.ProcessGroup | None = None
 
 
 def open_control_group(timeout: timedelta) -> None:
-    """Let what all ranks tell each other go over gloo from now on; collective.
+    """Send objects between all ranks over gloo from now on; collective.
 
     A rank that waits for a rollout in a collective of NCCL keeps its GPU busy, on which engines decode.
     """
@@ -23,7 +23,7 @@ def open_control_group(timeout: timedelta) -> None:
 
 
 def forget_control_group() -> None:
-    """Let what all ranks tell each other go over torch's own group again: the other one has been left."""
+    """Send objects over torch's default group again, after the gloo group was left."""
     global _of_all
     _of_all = None
 

@@ -85,7 +85,7 @@ class ServedValues:
         return found
 
     def differ(self, shard: Shard) -> bool:
-        """Tell whether engines may have other numbers than the trainer."""
+        """Return whether engines may have other numbers than the trainer."""
         return self._format_of(shard.hf_name) is not None or shard.values.dtype != self._dtype(shard.hf_name)
 
     def of(self, shard: Shard, magnitudes: Magnitudes) -> torch.Tensor:
@@ -165,7 +165,7 @@ class ServedValues:
 
     @torch.no_grad()
     def agreed_magnitudes(self) -> Magnitudes:
-        """Return what makes the scales of tensors whose shards share them, under the present weights; collective.
+        """Return the magnitudes behind scales that several shards share, for the current weights; collective.
 
         Raises:
             CheckpointError: A part of such a tensor is NaN or infinite on any rank; on all ranks alike.
@@ -199,7 +199,7 @@ class ServedValues:
         return torch.stack(joined).amax(0) if joined else found[name]
 
     def _shares_scales(self, shard: Shard) -> bool:
-        """Tell whether a scale of a shard's may be another shard's as well."""
+        """Return whether a scale of a shard's may be another shard's as well."""
         served = self._format_of(shard.hf_name)
         if served is None:
             return False

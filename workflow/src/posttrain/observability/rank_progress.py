@@ -1,10 +1,10 @@
-"""Where a trainer rank is, for its node's supervisor: a line in a file on the node itself, rewritten at each phase.
+"""The progress of a trainer rank, for its node's supervisor: a line in a node-local file, rewritten at each phase.
 
-In the phases that take longest a rank also says when it begins a pass through the model. A processor that is busy says
-nothing on GPUs: a rank that waits for its device spins.
+In the longest phases a rank also records each pass through the model. A busy processor is no sign of progress on GPUs:
+a rank that waits for its device spins.
 
-A rank that hangs can tell nobody. What it last wrote stays, and the stacks of all ranks tell who waits for whom. Nor
-can one for which the disk of its log is full: why the machine refused to write is left beside that line.
+A rank that hangs cannot report. Its last line remains, and the stacks of all ranks show which rank waits for which. If
+the disk of its log is full, the error is left beside that line.
 """
 
 from __future__ import annotations

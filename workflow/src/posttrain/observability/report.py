@@ -54,7 +54,7 @@ class PromptSamples:
 
     @property
     def change(self) -> str:
-        """Tell whether the mean reward rose, fell or stayed."""
+        """Return whether the mean reward rose, fell or stayed."""
         before, after = _mean_reward(self.before), _mean_reward(self.after)
         return "better" if after > before else "worse" if after < before else "same"
 

@@ -311,7 +311,7 @@ def _check_complete(path: Path, rows: Sequence[Mapping[str, float]], num_steps: 
 
 
 def _belongs_to(path: Path, paths: Paths) -> bool:
-    """Tell whether a benchmark file is this run's, or its model's in the store."""
+    """Return whether a benchmark file is this run's, or its model's in the store."""
     job = path.name.removesuffix(".benchmark.tsv")
     run = paths.run
     siblings = [other.name for other in run.parent.glob("*") if other.is_dir() and other.name != run.name]

@@ -170,7 +170,7 @@ def _check_proof(config: Config) -> Iterator[Problem]:
 
 
 def _check_margin(config: Config) -> Iterator[Problem]:
-    """Yield that a rank ends closer to the limit than what nobody sees may differ from what is counted for it."""
+    """Yield the ranks whose memory headroom is below the uncertainty of untracked memory."""
     fullest, limit = max(phase_memory(config), key=lambda item: item.gpu_gib), capacity_gib(config)
     uncertain = uncertainty_gib(config)
     if fullest.gpu_gib <= limit < fullest.gpu_gib + uncertain:

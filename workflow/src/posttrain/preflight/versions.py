@@ -72,7 +72,7 @@ def untested(installed: Mapping[str, str], tested: Mapping[str, str]) -> list[st
 
 
 def is_too_old(driver: str) -> bool:
-    """Tell whether an NVIDIA driver is older than what torch's CUDA release needs."""
+    """Return whether an NVIDIA driver is older than what torch's CUDA release needs."""
     return Version(driver) < Version(OLDEST_DRIVER)
 
 

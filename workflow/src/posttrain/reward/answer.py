@@ -1,4 +1,4 @@
-"""What a grader sees of a response, and what it says about it."""
+"""The types between graders and the trainer: a response's text, and its grade."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Grade:
-    """What a grader says about one answer.
+    """A grader's result for one answer.
 
     Args:
         score: None where the grader does not apply to this answer, which is not 0.

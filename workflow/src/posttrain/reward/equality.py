@@ -47,7 +47,7 @@ class Node:
 
 
 def are_equal(answer: str, label: str) -> bool:
-    """Tell whether two final answers are the same.
+    """Return whether two final answers are the same.
 
     Args:
         answer: Of a response, LaTeX or plain; what is longer than `notation.MAX_LENGTH` characters is none.
@@ -109,7 +109,7 @@ def _read_equation(text: str) -> Node | None:
 
 
 def _is_name(side: str) -> bool:
-    """Tell whether a side only names what the other one is: x, f(x), (x, y), |AB|; x+y and 2x do not."""
+    """Return whether a side only names what the other one is: x, f(x), (x, y), |AB|; x+y and 2x do not."""
     plain = re.sub(r"_(?:\{[^{}]*\}|\w)|(?<=[a-z])\^\{-1\}(?=\()", "", side)
     return bool(re.search("[a-zA-Z]", plain)) and not re.search(r"[\d+^-]", plain) and not _FUNCTION.search(plain)
 
@@ -148,7 +148,7 @@ def _same_statements(left: Node, right: Node) -> bool:
 
 
 def _is_chain(statement: Node) -> bool:
-    """Tell whether "3+2 = 5" holds: what is on the way to the last side may be left to compute."""
+    """Return whether "3+2 = 5" holds: what is on the way to the last side may be left to compute."""
     *sides, last = statement.parts
     return all(_same(side, last) or same_value(side.text, last.text) for side in sides)
 
@@ -171,7 +171,7 @@ def _same_rows(left: Node, right: Node) -> bool:
 
 
 def _finds_all(row: Node, others: Node, *, is_set: bool = False) -> bool:
-    """Tell whether each part has a partner among the others, whatever the order; one of its own, unless in a set."""
+    """Return whether each part has a partner among the others, whatever the order; one of its own, unless in a set."""
     left = list(others.parts)
     for one in row.parts:
         partner = next((other for other in left if _same(one, other)), None)

@@ -42,7 +42,7 @@ _TOLERANCE = 1e-22
 
 
 def same_value(left: str, right: str) -> bool:
-    """Tell whether two expressions from `notation.clean` have the same value, for all values of their letters.
+    """Return whether two expressions from `notation.clean` have the same value, for all values of their letters.
 
     Numbers in them are exact (0.5 is 1/2, 0.333 is not 1/3). Both are computed to 30 digits, for letters at five
     points: where either is not real it does not count, as long as two points are left. False too where either cannot
@@ -58,7 +58,7 @@ def same_value(left: str, right: str) -> bool:
 
 
 def is_proportional(*sides: str) -> bool:
-    """Tell whether two equations, of two sides each, say the same: their differences are multiples of each other."""
+    """Return whether two equations, of two sides each, say the same: their differences are multiples of each other."""
     read = [read_expression(side) for side in sides]
     if any(side is None or hasattr(side, "shape") for side in read):
         return False
@@ -78,7 +78,7 @@ def real_value(text: str) -> Any:
 
 
 def is_costly(text: str) -> bool:
-    """Tell whether an expression is no answer, or one whose reading or computing could take more than moments."""
+    """Return whether an expression is no answer, or one whose reading or computing could take more than moments."""
     if text.count("&") > _MAX_CELLS or _REFUSED.search(text):
         return True
     powers = (max(1, int(found[1] or found[2])) for found in _POWER.finditer(text))

@@ -47,7 +47,7 @@ class JudgeGrader:
         return [outcome for outcome in outcomes if not isinstance(outcome, str)]
 
     async def probe(self) -> Failure | None:
-        """Ask for one token; return what is wrong."""
+        """Probe the judge with one token; return what is wrong with its reply."""
         (reply,) = await self._client.ask_all([self._body("Say yes.", max_tokens=1)])
         if isinstance(reply, Failure):
             return reply

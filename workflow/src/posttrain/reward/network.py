@@ -124,5 +124,5 @@ class AddressClient:
 
 @lru_cache
 def _certificates() -> ssl.SSLContext:
-    """Return whom is trusted to be who he says; to read them takes longer than an answer."""
+    """Return the trusted certificate authorities; reading them takes longer than an answer."""
     return ssl.create_default_context()

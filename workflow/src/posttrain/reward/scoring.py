@@ -69,11 +69,11 @@ class Scorer:
         self._near = {name: one for name, one in graders.items() if isinstance(one, BuiltIn | OwnFunction)}
 
     def needs_label(self, term: Term) -> bool:
-        """Tell whether labels can be held against a grader: not one that needs none, or costs a request for each."""
+        """Return whether labels can be held against a grader: not one that needs none, or costs a request for each."""
         return term.grader in self._near and self._near[term.grader].needs_label
 
     async def score(self, groups: Sequence[Sequence[Answer]], only: Term | None = None) -> list[list[Scored]]:
-        """Return what is to be said of each answer.
+        """Return the result of each answer.
 
         Args:
             groups: Answers to one prompt each: a function that grades groups sees them together.
@@ -84,7 +84,7 @@ class Scorer:
         return [_scored(group, of_group, results) for group, of_group in zip(groups, asked, strict=True)]
 
     def _asked(self, group: Sequence[Answer], terms: Sequence[Term]) -> list[Asked]:
-        """Return what is asked about a group: grader by grader, answer by answer."""
+        """Return the questions about a group: grader by grader, answer by answer."""
         asked: list[Asked] = []
         for term in terms:
             is_one = term.grader in self._near and self._near[term.grader].takes_groups

@@ -37,7 +37,7 @@ class ServiceGrader:
         ]
 
     async def probe(self) -> Failure | None:
-        """Ask about no answer, for which nothing is to come back; return what is wrong."""
+        """Probe the service with an empty batch; return what is wrong with its reply."""
         (reply,) = await self._client.ask_all([{"answers": []}])
         if isinstance(reply, Failure) or reply == []:
             return reply or None

@@ -1,4 +1,4 @@
-"""From an engine's tokens to what a grader sees."""
+"""From an engine's tokens to the text that graders get."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from posttrain.types import Prompt
 
 
 def answer_of(prompt: Prompt, tokenizer: ChatTokenizer, result: GenerateResult) -> Answer:
-    """Return what a grader sees of an engine's response."""
+    """Return the text of an engine's response that graders get."""
     return Answer(
         text=tokenizer.decode(result.output_ids),
         label=prompt.label,

@@ -112,7 +112,7 @@ class RolloutCoordinator:
         return groups, False
 
     def _answers(self, groups: list[SampleGroup], prompts: list[Prompt], step: int, number: int) -> bool:
-        """Tell whether a finished chunk is about these prompts: another size of requests cuts the step differently."""
+        """Return whether a finished chunk has these prompts: another request size cuts the step differently."""
         wanted = [(_kept(prompt), self._config.rollout.num_samples_per_prompt) for prompt in prompts]
         found = [(group.prompt, len(group.samples)) for group in groups]
         if found != wanted:
@@ -173,12 +173,12 @@ def _has_failures(groups: Sequence[SampleGroup]) -> bool:
 
 
 def _kept(prompt: Prompt) -> Prompt:
-    """Return a prompt as it is stored with its samples: columns are for graders, and may be larger than all else."""
+    """Return a prompt as it is stored with its samples: without columns, which only graders need and may be large."""
     return dataclasses.replace(prompt, columns={})
 
 
 def longest_response(config: Config, prompt_id: int, num_prompt_tokens: int) -> int:
-    """Return the most tokens of a response to a prompt, so that the trainer can take prompt and response together.
+    """Return the maximum response tokens for a prompt, so that both together fit into the trainer's context.
 
     Args:
         config: The resolved configuration.
@@ -223,7 +223,7 @@ def _sample(
 
 
 def check_versions(step: int, answers: Sequence[GenerateResult]) -> None:
-    """Refuse samples of other weights than the step's: an engine that restarted would serve the initial ones."""
+    """Reject samples from any other weight version than the step's: an engine that restarted would serve the initial ones."""
     expected = (None, 0) if step == 0 else (step,)
     wrong = {answer.weight_version for answer in answers} - set(expected)
     if wrong:

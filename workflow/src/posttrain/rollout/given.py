@@ -1,4 +1,4 @@
-"""Responses that the data give, in the form of a rollout: groups of one sample, which no engine has seen."""
+"""Offline responses as a rollout: groups of one sample each, made from the dataset without an engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from posttrain.types import Prompt, Sample, SampleGroup
 
 
 class GivenResponses:
-    """Makes the rollout of a step of what the data give; a function of the step's number alone.
+    """Makes the rollout of a step from the dataset's responses; depends on the step's number only.
 
     Args:
         config: The resolved configuration.

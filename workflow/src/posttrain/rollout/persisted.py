@@ -1,4 +1,4 @@
-"""Finished sample groups on disk, so that a crash costs none of them.
+"""Stores finished sample groups on disk, so that a crash loses none.
 
 A rollout is split into chunks of groups, always the same way. A finished chunk is one file, written durably; after a
 crash the chunks that are there are replayed and the others are asked for again, in the same composition: the engine

@@ -1,4 +1,4 @@
-"""A rollout on its way from rank 0 to the others: JSON types, with the long rows of numbers as text of their bytes.
+"""Serialises a rollout for the broadcast from rank 0: JSON types, with long arrays as base64 text.
 
 As JSON's own numbers sixteen million tokens would keep every rank waiting for half a minute.
 """
@@ -26,7 +26,7 @@ def as_plain(rollout: RolloutResult) -> dict[str, Any]:
 
 
 def from_plain(content: dict[str, Any]) -> RolloutResult:
-    """Return what `as_plain` was made of, bit for bit."""
+    """Return the rollout that `as_plain` serialised, bit for bit."""
     groups = [
         SampleGroup(Prompt.from_dict(group["prompt"]), tuple(_unpacked(sample) for sample in group["samples"]))
         for group in content["groups"]

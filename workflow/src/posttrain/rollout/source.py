@@ -1,4 +1,4 @@
-"""Where the trainer gets the samples of a step from."""
+"""Sources of the samples of a step."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class SynchronousSource:
 
 
 class StoredSource:
-    """Rollouts that are on disk, of which every rank reads all: no engine is asked.
+    """Replays rollouts from disk; every rank reads all of them and no engine is asked.
 
     Args:
         store: Where they are.

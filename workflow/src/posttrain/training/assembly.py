@@ -137,7 +137,7 @@ def _sinks_of(config: Config, run_folder: Path, run_name: str, to_load: Checkpoi
 def _build(
     config: Config, client: EngineClient | None, runner: asyncio.Runner, has_engines: bool
 ) -> tuple[Policy, SleepingTrainer | None, SleepingEngines | None]:
-    """Return the policy, and with whom it takes turns, if it does: engines that are ready and sleep before it is."""
+    """Return the policy, and its colocation peer, if any: engines that are ready and asleep before it is built."""
     if not has_engines or not takes_turns(config):
         return build_policy(config), None, None
     engines = SleepingEngines(client, runner, config.engine.start_timeout_seconds)

@@ -152,7 +152,7 @@ def sample_costs(config: Config, lengths: Sequence[int]) -> list[float]:
 
 
 def row_multiples(config: Config) -> tuple[int, int]:
-    """Return of what a row's tokens have to be a multiple, and of what a sequence's.
+    """Return the numbers that a row's tokens and a sequence's tokens must be divisible by.
 
     Context parallelism gives each rank two chunks of every sequence, which balances causal attention; of the tokens of
     a context-parallel rank, sequence parallelism gives each tensor-parallel rank as many.

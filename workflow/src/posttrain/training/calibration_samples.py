@@ -1,4 +1,4 @@
-"""What calibration passes read, as tokens; the job's head looks at it before ranks start."""
+"""The conversations of calibration passes as tokens; the job's head reads them before ranks start."""
 
 from __future__ import annotations
 

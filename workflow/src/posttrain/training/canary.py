@@ -1,4 +1,4 @@
-"""What a server of the trained weights will have to answer: the trainer's log-probabilities after its last update.
+"""The log-probabilities that a server of the trained weights must reproduce: the trainer's, after its last update.
 
 The prompts are of the last step's, with what was sampled for them there: text that the model is at home in, so that an
 engine with other weights, or with another idea of a scale, is far away at each token.
@@ -57,7 +57,7 @@ def record_canary(config: Config, policy: Policy, groups: Sequence[SampleGroup])
 
 
 def choose_samples(groups: Sequence[SampleGroup]) -> list[tuple[Prompt, Sample]]:
-    """Return a few samples with their prompts: of as many prompts as there are, and short ones."""
+    """Return a few short samples with their prompts, from as many prompts as possible."""
     known = [(group.prompt, sample) for group in groups for sample in group.samples]
     return sorted(known, key=lambda item: (item[1].sample_index, len(item[1].prompt_tokens), item[1].prompt_id))[
         :NUM_PROMPTS

@@ -1,4 +1,4 @@
-"""Writes checkpoints in a thread, while the main thread does what leaves the training state alone.
+"""Writes checkpoints in a thread while the main thread does not change the training state.
 
 Nothing is copied for it: from the end of a step until the first pass of the next, a rollout long, weights and optimizer
 state stay as they are, on the host where the trainer sleeps.
@@ -114,7 +114,7 @@ class CheckpointWriter:
 
 
 def in_thread(work: Callable[[], None]) -> Future[None]:
-    """Run a function in a thread that holds up nobody's end, and return what tells how it went."""
+    """Run a function in a daemon thread and return its future."""
     done: Future[None] = Future()
 
     def run() -> None:

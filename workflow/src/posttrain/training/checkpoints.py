@@ -1,4 +1,4 @@
-"""The checkpoints of a training run on disk: written aside, made visible by one rename, the newest few kept.
+"""The checkpoints of a training run on disk: written aside, committed by one rename, and only the newest few kept.
 
 A checkpoint exists when its folder `step_000020` does. Until then it is `step_000020.partial`, and while it is deleted
 it is `step_000020.expired`: nobody reads either, and what a dead attempt left of them is reported and removed. The
@@ -120,7 +120,7 @@ class CheckpointFolder:
             self._delete(old)
 
     def _delete(self, checkpoint: Path) -> None:
-        """Take the name away first: a folder half deleted must not pass for a checkpoint."""
+        """Rename the folder first: a half-deleted one must not pass for a checkpoint."""
         expired = checkpoint.with_suffix(".expired")
         checkpoint.rename(expired)
         shutil.rmtree(expired)

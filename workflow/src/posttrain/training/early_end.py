@@ -1,4 +1,4 @@
-"""A training that is asked to end saves at the end of its step and ends with an exit code of its own.
+"""A training that receives SIGUSR1 saves at the end of its step and exits with a code of its own.
 
 Its node's supervisor asks rank 0 with SIGUSR1, before a scheduler's time limit. A user may send it to the whole job,
 and it then reaches every process of it: engines and graders too. So it is blocked, which children inherit, and never
@@ -19,5 +19,5 @@ def block() -> None:
 
 
 def is_asked() -> bool:
-    """Tell whether this process was asked to end."""
+    """Return whether this process was asked to end."""
     return signal.SIGUSR1 in signal.sigpending()

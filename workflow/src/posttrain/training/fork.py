@@ -21,13 +21,13 @@ log = logging.getLogger(__name__)
 
 
 def begin_fork(paths: Paths) -> Receipt:
-    """Give a run its parent's checkpoint as its own; trainer ranks compare its content before they use it.
+    """Link the parent's checkpoint into the fork; trainer ranks compare its content before they load it.
 
     Args:
         paths: Of the run that begins.
 
     Returns:
-        What tells its lineage: the weights' origin, every ancestor with what was changed, the checkpoint's manifest.
+        Its lineage: the weights' origin, every ancestor with its changes, the checkpoint's manifest.
 
     Raises:
         ConfigError: When the fork is not possible, with all reasons.
@@ -48,13 +48,13 @@ def begin_fork(paths: Paths) -> Receipt:
 
 
 def copy_metrics(source: Path, target: Path, step: int) -> None:
-    """Keep the rows of the steps that the fork does not do again, so that its curves begin where the parent's do."""
+    """Copy the metrics of the parent's steps, so that the fork's curves begin where the parent's do."""
     rows = [row for row in read_rows(source) if row["step"] <= step]
     artifacts.write_text(target, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def take_checkpoint(source: Path, checkpoints: CheckpointFolder, step: int) -> None:
-    """Give a run a checkpoint of another as its own: hard links, where the file system has them."""
+    """Copy another run's checkpoint, by hard links where the file system has them."""
     checkpoints.remove_leftovers()
     copied = 0
     for path in sorted(source.iterdir()):

@@ -1,4 +1,4 @@
-"""Says while a run trains that it learns nothing, and why: afterwards the report does (`observability.verdict`)."""
+"""Warns during training when a run learns nothing, and why; the report does afterwards (`observability.verdict`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 log = logging.getLogger(__name__)
 
-# A step without a lesson is chance; as many one after the other are not.
+# One step without signal can be chance; this many in a row are not.
 NUM_STEPS = 5
 # What a step teaches nothing by -> its metric, which is 1 then, and what to do.
 EMPTY = {
@@ -23,13 +23,13 @@ EMPTY = {
 
 
 class LessonWatch:
-    """Counts steps in a row that taught nothing."""
+    """Counts consecutive steps without signal."""
 
     def __init__(self) -> None:
         self._in_a_row = dict.fromkeys(EMPTY, 0)
 
     def note(self, metrics: Mapping[str, float]) -> str:
-        """Return what belongs behind the progress bar, and log it the first time.
+        """Return the note beside the progress bar, and log it the first time.
 
         Args:
             metrics: Of the step; empty on ranks that have none.

@@ -1,4 +1,4 @@
-"""Which run a run was forked from: checked when the workflow is planned, told by the fork's receipt ever after.
+"""A run's parent: checked when the workflow is planned, recorded in the fork's receipt.
 
 A fork begins with another run's weights, optimizer state and number of finished steps, and goes on under its own
 experiment. The model stays the same and the trainer's precision too: otherwise the state would not be the same. All
@@ -24,7 +24,7 @@ PRECISION = "trainer.params_dtype"
 
 
 def parent_of(paths: Paths) -> tuple[Paths, int]:
-    """Return where the run lies that a run is forked from, and after which step."""
+    """Return the folder of a fork's parent and the step that it begins after."""
     name, _, step = paths.resolved.fork.partition("@")
     return Paths(dataclasses.replace(paths.resolved, run=name, fork="")), int(step)
 
@@ -46,7 +46,7 @@ def changed_values(paths: Paths) -> dict[str, list[Any]]:
 
 
 def check_fork(paths: Paths) -> list[Problem]:
-    """Return everything that forbids the fork that a configuration asks for; nothing where it asks for none."""
+    """Return the problems of the fork that a configuration asks for, if any."""
     if not paths.resolved.fork:
         return []
     if paths.fork_receipt.exists():

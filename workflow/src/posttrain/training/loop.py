@@ -74,7 +74,7 @@ def train_step(run: TrainingRun, step: int) -> dict[str, float]:
 
 
 def progress_note(metrics: Mapping[str, float]) -> str:
-    """Return what stands behind the progress bar; loud where samples are not the policy's."""
+    """Return the note beside the progress bar; it warns where samples are not from the policy."""
     note, share = f"reward {metrics.get('rollout/reward_mean', 0):.3f}", metrics.get("mismatch/share_of_limit", 0.0)
     if "train/perplexity" in metrics:
         note = f"perplexity {metrics['train/perplexity']:.3f}"

@@ -71,13 +71,13 @@ def _rollout_metrics(rollout: RolloutResult, is_graded: bool) -> dict[str, float
 
 
 def _has_equal_rewards(group: SampleGroup) -> bool:
-    """Tell whether a group's rewards teach nothing: see `algorithm.advantage.grpo`."""
+    """Return whether a group's rewards teach nothing: see `algorithm.advantage.grpo`."""
     rewards = [sample.reward for sample in group.samples if sample.reward is not None]
     return not rewards or max(rewards) - min(rewards) <= RESOLUTION * max(map(abs, rewards))
 
 
 def _reward_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
-    """Return what the graders said, where they said anything."""
+    """Return the metrics that graders logged."""
     values: dict[str, list[float]] = {}
     for group in groups:
         for sample in group.samples:

@@ -1,4 +1,4 @@
-"""Whether trainer and engine are as near to each other as their precisions allow (`trainer.mismatch`).
+"""Compares trainer and engine log-probabilities, within what their precisions allow (`trainer.mismatch`).
 
 Far apart, the samples are not the policy's: an engine has other weights than it should, or computes something else.
 """
@@ -43,7 +43,7 @@ class EngineComparison:
         self._lender = WeightLender(policy, values)
 
     def is_due(self, step: int) -> bool:
-        """Tell whether a step, from 0, is one of those that have passes for comparison alone."""
+        """Return whether a step, from 0, has extra passes for comparison."""
         interval = self._config.trainer.mismatch_interval
         return interval > 0 and (step % interval == 0 or step == self._config.training.num_steps - 1)
 
@@ -118,7 +118,7 @@ def share_of_limit(config: Config, own: Mismatch, served: Mismatch | None) -> fl
 
 
 def heed_mismatch(config: Config, step: int, own: Mismatch, served: Mismatch | None) -> None:
-    """Warn, or stop, where trainer and engine are too far apart; to be called before the samples change any weight.
+    """Warn or stop where trainer and engine differ too much; call it before the samples change any weight.
 
     Args:
         config: The resolved configuration.

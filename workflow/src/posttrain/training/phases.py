@@ -1,4 +1,4 @@
-"""How long each phase of a step took, and its memory at its fullest.
+"""The time and the peak memory of each phase of a step.
 
 Which model is awake in which phase is the table of `planner.sizing.phases`; who takes turns is awake when the block of
 a phase begins.
@@ -32,7 +32,7 @@ class PhaseClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Spend the block's time in a phase of the table."""
+        """Time the block as a phase of the table."""
         assert name in PHASES or name in LIKE_OTHERS, f"{name} is not a phase: {list(PHASES)}"
         report_progress(self._step, name)
         if self._enter:

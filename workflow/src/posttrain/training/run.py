@@ -1,4 +1,4 @@
-"""The verbs of a step, as one rank does its part in them. `assembly.open_run` puts a run together.
+"""The operations of a step, on one rank. `assembly.open_run` builds a run.
 
 Rank 0 also talks to the engines, writes metrics and commits checkpoints; on the other ranks the same verbs do their
 share of the collectives.
@@ -86,7 +86,7 @@ class TrainingRun:
         return self.sinks is not None
 
     def resume(self) -> int:
-        """Load the state to go on from and bring the engines to it; returns the number of finished steps."""
+        """Load the newest state and update the engines to it; returns the number of finished steps."""
         finished = self.state.restore()
         self.source.wait_ready()
         if finished or self.turns or (self.publisher and self.publisher.is_due_at_start):
@@ -111,7 +111,7 @@ class TrainingRun:
         return PhaseClock(step, self.turns.enter if self.turns else None)
 
     def collect(self, step: int) -> RolloutResult:
-        """Return the rollout of a step, from 0, of engines that held the same weights until its end; collective.
+        """Return the rollout of a step, from 0, from engines whose weights did not change meanwhile; collective.
 
         Raises:
             RuntimeError: One held others, or an engine that has failed did not come back; nothing is trained on.
@@ -122,7 +122,7 @@ class TrainingRun:
         return rollout
 
     def _recover(self, step: int, failure: str) -> None:
-        """Bring an engine that has failed within a rollout back, with the weights of the others; collective.
+        """Replace an engine that failed during a rollout and give it the others' weights; collective.
 
         All get them once more: a part of an engine has no way of its own to the trainer.
         """
@@ -151,7 +151,7 @@ class TrainingRun:
         return metrics
 
     def reseed(self, step: int) -> None:
-        """Make all random state a function of the seed and the step: nothing of it has to be saved."""
+        """Derive all random state from the seed and the step, so that none has to be saved."""
         seed_random_state(self.config.training.seed + step)
 
     def traced(self, step: int) -> AbstractContextManager[None]:
@@ -190,7 +190,7 @@ class TrainingRun:
     def train_on(
         self, step: int, updates: Sequence[Update], served: Mismatch | None
     ) -> tuple[list[train_step.UpdateStatistics], Mismatch | None]:
-        """Apply the updates of a step; before the first of them moves a weight, heed how far the engine is away.
+        """Apply the updates of a step; check the mismatch with the engine before the first one.
 
         Args:
             step: From 0.
@@ -231,7 +231,7 @@ class TrainingRun:
         return record_canary(self.config, self.policy, rollout.groups) if is_last else None
 
     def checkpoint_is_due(self, finished: int) -> bool:
-        """Tell whether the state after `finished` steps is to be kept; collective."""
+        """Return whether the state after `finished` steps is to be kept; collective."""
         self.ends_early = share_plain(early_end.is_asked()) and finished < self.config.training.num_steps
         is_last = finished == self.config.training.num_steps
         return self.ends_early or is_last or finished % self.config.trainer.save_interval == 0

@@ -1,4 +1,4 @@
-"""Weights, optimizer and the number of finished steps: where a run begins, and what it leaves on disk."""
+"""Loads and saves weights, optimizer and the number of finished steps."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class CheckpointToLoad:
         self._check = in_thread(partial(_check_content, checkpoints, self.finished))
 
     def wait_checked(self) -> None:
-        """Return when it is known to be what was written.
+        """Wait until the checkpoint's content has been compared with its manifest.
 
         Raises:
-            CheckpointError: It is not.
+            CheckpointError: The content differs.
         """
         self._check.result()
 

@@ -22,7 +22,7 @@ STEPS = 3
 
 
 def probe_seconds() -> float:
-    """Return how long the small computation takes on this rank; it uses no random numbers."""
+    """Return the seconds of a small fixed computation on this rank; it uses no random numbers."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     matrix = torch.ones(PROBE_SIZE, PROBE_SIZE, device=device)
     _wait_for(device)

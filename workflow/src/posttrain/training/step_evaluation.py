@@ -1,4 +1,4 @@
-"""Measures the policy while it is trained, on the engines that sample for training.
+"""Evaluates the policy between steps, on the engines that sample for training.
 
 A result belongs to the weights that gave it: it is asked of engines that have just got them, and every answer must say
 so. When a run goes on from a checkpoint, results of its step and of later ones are made anew: of the weights now.
@@ -53,7 +53,7 @@ class StepEvaluation:
         self._folder, self._runner = folder, runner
 
     def forget_from(self, finished: int) -> None:
-        """Delete the results of weights that the run is about to have, again."""
+        """Delete the results of steps that the run will repeat."""
         for path in self._folder.glob("step_*.json"):
             if (match := _RESULT.fullmatch(path.name)) and int(match[1]) >= finished:
                 path.unlink()

@@ -46,7 +46,7 @@ class Sleeper(Protocol):
 
 
 class SleepingEngines:
-    """Has all engines give back memory, and take it again; on ranks other than 0 it does nothing.
+    """Puts all engines to sleep and wakes them; does nothing on ranks other than 0.
 
     Args:
         client: The engines, on rank 0; None elsewhere.
@@ -81,7 +81,7 @@ class SleepingEngines:
 
 
 class Turns:
-    """Who is awake now, and what may come next; every rank has one and calls it at the same points.
+    """Tracks which side is awake and which phases may follow; every rank calls it at the same points.
 
     Args:
         trainer: Awake, with all its parts.
@@ -142,5 +142,5 @@ class Turns:
 
 
 def wait_for_all() -> None:
-    """Return when all ranks have called it; none of them keeps its GPU busy meanwhile."""
+    """Barrier over all ranks that keeps no GPU busy."""
     gather_plain(None)

@@ -1,4 +1,4 @@
-"""How much of the machine a step used: operations against the peak, memory at its fullest, and a trace of all of it."""
+"""Hardware use of a step: MFU, peak memory, and an optional trace."""
 
 from __future__ import annotations
 

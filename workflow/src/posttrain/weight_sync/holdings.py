@@ -1,4 +1,4 @@
-"""Which parts of the trainer's weights each rank of each engine holds; asked once, and so for as long as it lives."""
+"""The slices of the trainer's weights that each engine rank holds; asked once per engine process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST_NAMES = 5
 
 
 class HeldPart(NamedTuple):
-    """A part of a tensor as a rank of an engine holds it.
+    """A slice of a tensor as an engine rank holds it.
 
     Args:
         name: Of the tensor, on the Hub.

@@ -1,4 +1,4 @@
-"""Who sends which part of which tensor to whom, and when: decided once, alike on every rank."""
+"""Which rank sends which slice of which tensor to which engine rank, in which round; equal on every rank."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _letters_of(
 
 
 def _in_rounds(letters: Sequence[Letter], round_bytes: int) -> Iterator[Letter]:
-    """Return letters with their rounds: those of each sender in its order, nobody with more than it has memory for.
+    """Return letters with their rounds: each sender's in order, none above its memory limit.
 
     Senders take turns in being the first of a round, so that none waits for ever for a receiver that has enough.
     """
@@ -112,7 +112,7 @@ def _in_rounds(letters: Sequence[Letter], round_bytes: int) -> Iterator[Letter]:
 
 
 def spread(letters: Sequence[Letter], num_senders: int) -> float:
-    """Return what the busiest of the senders sends, in units of their mean."""
+    """Return the largest sender's bytes divided by the senders' mean."""
     sent = [0] * num_senders
     for letter in letters:
         sent[letter.sender] += letter.num_bytes

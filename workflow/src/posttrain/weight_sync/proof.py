@@ -23,7 +23,7 @@ BATCH_BYTES = 1 << 26
 
 @dataclass(frozen=True)
 class _Expected:
-    """What engines have to show.
+    """The digests that engines must report.
 
     Args:
         version: Of the weights.
@@ -71,7 +71,7 @@ class WeightProof:
         self._require(self._expected, is_served=False)
 
     def check_again(self) -> None:
-        """Have them prove that they still hold what they were checked for; nothing where they never were.
+        """Verify again that engines hold the weights of the last check; does nothing before the first.
 
         Raises:
             RuntimeError: See `check`.

@@ -1,4 +1,4 @@
-"""New weights for the engines after a step: quantised where they are, gathered, sent in buckets."""
+"""Publishes new weights to the engines after a step: quantised where they are sharded, gathered, sent in buckets."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class WeightPublisher:
             self._sharded.settle()
 
     def meet_again(self) -> None:
-        """Let the next update begin with engines of which one is another process now."""
+        """Reconnect at the next update, because an engine was replaced by another process."""
         self._holdings.forget()
         if self._sharded:
             self._sharded.forget()
@@ -86,7 +86,7 @@ class WeightPublisher:
         return self._sharded is not None
 
     def prove_again(self) -> None:
-        """Have engines prove that they still hold what was published last; collective.
+        """Verify again that engines hold the last published weights; collective.
 
         Raises:
             RuntimeError: One holds something else: what it has sampled since is nobody's policy.
@@ -158,7 +158,7 @@ class WeightPublisher:
 def untrained(
     trained: Collection[str], folder: Path, num_layers: int, drafts: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return what engines that started without weights need besides what is trained.
+    """Return the untrained tensors that engines need when they start without weights.
 
     Args:
         trained: Hub names, those of scales, too.

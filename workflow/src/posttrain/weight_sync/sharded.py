@@ -1,4 +1,4 @@
-"""Weights from every trainer rank that has a part to every engine rank that keeps it, without a gather.
+"""Sends weight slices from the trainer ranks that hold them to the engine ranks that need them, without a gather.
 
 What each sends is decided once (`letters`). At an update each rank quantises the shards that it sends, packs the parts
 into flat messages and passes them on (`posttrain_plugin.sending`); engines write them where their own loading would.
@@ -72,13 +72,13 @@ class ShardedTransfer:
         return self._channel.num_sent if self._channel else 0
 
     def forget(self) -> None:
-        """Leave the engines' group; the next update begins with another one, and brings everything."""
+        """Leave the engines' group; the next update forms a new one and sends all weights."""
         if self._sender:
             self._sender.close()
         self._channel, self._sender, self._is_held = None, None, False
 
     def settle(self) -> None:
-        """Know that engines hold what was sent last: the next update may bring what has changed since."""
+        """Mark the last transfer as the delta base: the next update may send only what changed since."""
         self._is_held = True
 
     def send(
@@ -117,7 +117,7 @@ class ShardedTransfer:
         return digests
 
     def _connect(self) -> None:
-        """Decide who sends what, meet the engines, and tell each rank of theirs what it gets."""
+        """Plan the transfer, connect to the engines, and tell each engine rank what it receives."""
         held, client = self._holdings.held, self._holdings.client
         receivers = [[held.parts[part] for part in ranks] for ranks in itertools.chain(*held.of_ranks)]
         num_senders, rank = dist.get_world_size(), dist.get_rank()
@@ -148,7 +148,7 @@ class ShardedTransfer:
         """Send everything that is this rank's to send; returns whether it is finite."""
         assert self._sender
         first, made = dist.get_world_size(), _Made(self._values, magnitudes, self._sent, self._is_held)
-        self._is_held = False  # until somebody knows again
+        self._is_held = False  # until the next verified update
         firsts, begun = self._holdings.held.firsts, list[Sending]()
         for number, letters in enumerate(self._rounds):
             pieces: dict[int, list[torch.Tensor]] = defaultdict(list)
@@ -191,7 +191,7 @@ class ShardedTransfer:
         return [each for each, _ in found]
 
     def _beside(self, asked: Coroutine[Any, Any, Any] | None, work: Callable[[], T]) -> T:
-        """Do something while engines do their part, which rank 0 asks them for."""
+        """Run a function while engines do their part, which rank 0 requests."""
         if asked is None:
             return work()
 
@@ -204,7 +204,7 @@ class ShardedTransfer:
     def _send_beside(
         self, asked: Coroutine[Any, Any, Any] | None, magnitudes: Magnitudes, digests: Digests | None
     ) -> bool:
-        """Send while engines receive, which rank 0 asks them for; where one cannot, no other member waits for it.
+        """Send while engines receive, which rank 0 requests; if one fails, no member waits for it.
 
         Raises:
             Exception: Why, of those that rank 0 and the engines have, the one that is more than that another has left.
@@ -244,7 +244,7 @@ class Sent:
         return sum(kept.nbytes for kept in self._kept.values())
 
     def swap(self, key: tuple[str, Box, str], values: torch.Tensor) -> torch.Tensor | None:
-        """Keep values, and return what was kept under their key before, on their device."""
+        """Store values and return those stored under the same key before, on their device."""
         if key not in self._kept:
             self._kept[key] = values.to("cpu", copy=True)
             return None
@@ -306,7 +306,7 @@ class _Made:
         return self._parts[letter.name, letter.made, as_codes]
 
     def are_finite(self) -> bool:
-        """Tell whether all numbers are, and all scales: those of weights that are not are neither."""
+        """Return whether all numbers are, and all scales: those of weights that are not are neither."""
         return not self._finite or bool(torch.stack(self._finite).all())
 
 
@@ -347,7 +347,7 @@ def sender_of(letters: Sequence[Letter], channel: Channel, first: int) -> tuple[
 
 
 def _passed_on(letters: Sequence[Letter], ways: Ways, rank: int, first: int) -> dict[int, dict[Pair, int]]:
-    """Return round -> (from whom, to whom) -> bytes of what comes to a rank for others that share its memory."""
+    """Return round -> (source, destination) -> bytes that reach a rank for others that share its memory."""
     own = {to for to in range(first, ways.num_members) if ways.deputy(to) == rank}
     passed_on: dict[int, dict[Pair, int]] = defaultdict(lambda: defaultdict(int))
     for letter in letters:
@@ -371,7 +371,7 @@ def _shared(
 
 
 def _meeting_place() -> tuple[socket.socket | None, Any]:
-    """Return where trainer and engines meet: a file where the ranks met in one, else a port of their address."""
+    """Return the rendezvous of trainer and engines: a file if the ranks used one, otherwise a port of their address."""
     if path := os.environ.get(FILE_VARIABLE):
         return None, f"{path}-{secrets.token_hex(8)}"
     listener = socket.create_server((os.environ["MASTER_ADDR"], 0))

@@ -91,7 +91,7 @@ def _rope(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_of(value: Any, kind: str) -> bool:
-    """Tell whether a value is of a field's type; JSON's true is no number."""
+    """Return whether a value is of a field's type; JSON's true is no number."""
     if kind == "bool" or isinstance(value, bool):
         return kind == "bool" and isinstance(value, bool)
     return isinstance(value, int | float if kind == "float" else int)

@@ -241,7 +241,7 @@ def read_index(folder: Path) -> Index:
 
 
 def is_buffer(name: str) -> bool:
-    """Tell whether a tensor is a buffer that old versions of transformers saved; models compute it from config.json.
+    """Return whether a tensor is a buffer that old versions of transformers saved; models compute it from config.json.
 
     Readers skip it, as transformers and SGLang do.
     """

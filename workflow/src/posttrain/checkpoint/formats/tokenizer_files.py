@@ -106,7 +106,7 @@ def tokenizer_changes(config: Mapping[str, Any], tokenizer: bytes | None, has_te
 
 
 def _obeys(name: str, tokenizer: bytes) -> bool:
-    """Tell whether a class is known to take such a tokenizer.json as it is.
+    """Return whether a class is known to take such a tokenizer.json as it is.
 
     In transformers 5, classes rebuild parts of the file: LlamaTokenizer replaces DeepSeek's byte-level
     pre-tokenizer with its own. Version 5.23 falls back to the generic class in that case; engines may have another.

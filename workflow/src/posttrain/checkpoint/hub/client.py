@@ -52,7 +52,7 @@ class FetchOptions:
 
 
 def is_needed(path: str) -> bool:
-    """Tell whether a file of a model repository is weights, config, tokenizer or template.
+    """Return whether a file of a model repository is weights, config, tokenizer or template.
 
     Example:
         "model-00001-of-00282.safetensors" and "tokenizer.json" are; "pytorch_model.bin",

@@ -65,7 +65,7 @@ class QuantizedCheckpoint:
         return list(self._stored)
 
     def is_quantized(self, hf_name: str) -> bool:
-        """Tell whether a weight is held as codes."""
+        """Return whether a weight is held as codes."""
         return self.reader.dtype(self._stored[hf_name]) in _CODES
 
     def parts(self, hf_name: str) -> dict[str, int]:
@@ -152,7 +152,7 @@ class QuantizedCheckpoint:
         return largest * scale.repeat_interleave(self._side, dim=1)[:, :num_columns]
 
     def _has_blocks(self, hf_name: str) -> bool:
-        """Tell whether a weight of more than one scale has one for each block, not for rows or parts of rows."""
+        """Return whether a weight of more than one scale has one for each block, not for rows or parts of rows."""
         scale = next(self.reader.info(name) for name in self.parts(hf_name) if name.rpartition(".")[2] in FP8_SCALES)
         return scale.dtype in ("F32", "BF16") and scale.shape[0] != self.shape(hf_name)[0] and self._is_fp8(hf_name)
 

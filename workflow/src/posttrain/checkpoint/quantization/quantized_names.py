@@ -71,7 +71,7 @@ class Selection:
     mtp: bool = True
 
     def includes(self, hf_name: str, shape: Sequence[int]) -> bool:
-        """Tell whether a tensor is quantised."""
+        """Return whether a tensor is quantised."""
         if len(shape) != 2 or tensor_class(hf_name) not in self.classes:
             return False
         return not self._keeps_layer(hf_name) and not any(re.search(p, hf_name) for p in self.keep_modules)

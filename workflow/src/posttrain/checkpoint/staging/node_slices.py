@@ -29,7 +29,7 @@ def torch_dist_files(folder: Path, receipt: Receipt, share: NodeShare) -> frozen
 
 
 def is_needed(key: str, box: Box, share: NodeShare) -> bool:
-    """Tell whether a rank of the node loads from a chunk.
+    """Return whether a rank of the node loads from a chunk.
 
     Args:
         key: Megatron's name of the tensor.

@@ -104,7 +104,7 @@ class PeerRegistry:
         return self._folder / f"{content}.torrent"
 
     def has_torrent(self, content: str) -> bool:
-        """Tell whether somebody has made it."""
+        """Return whether somebody has made it."""
         return f"{content}.torrent" in self._times
 
     def being_read(self) -> set[str]:

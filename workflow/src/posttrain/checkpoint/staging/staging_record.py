@@ -112,7 +112,7 @@ def vouched_files(folder: Path) -> dict[Path, str]:
 
 
 def is_as_left(path: Path, file: CopiedFile) -> bool:
-    """Tell whether nobody has touched a file since its content was verified."""
+    """Return whether nobody has touched a file since its content was verified."""
     if not path.is_file() or path.is_symlink():
         return False
     status = path.stat()

@@ -1,7 +1,7 @@
 """BitTorrent among nodes that trust each other: the only door to libtorrent.
 
-One torrent per file, named after its content; no tracker, no distributed hash table, no discovery: whom to connect to
-is said by the caller. Files lie in one folder under the hashes of their content.
+One torrent per file, named after its content; no tracker, no distributed hash table, no discovery: the caller
+names the peers. Files lie in one folder under the hashes of their content.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Swarm:
                 known.add(peer)
 
     def has_progressed(self, content: str) -> bool:
-        """Tell whether more of a download is here than at the last call.
+        """Return whether more of a download is here than at the last call.
 
         Raises:
             OSError: It cannot be written.
@@ -143,7 +143,7 @@ class Swarm:
         return status.total_done > before
 
     def is_complete(self, content: str) -> bool:
-        """Tell whether all pieces of a download are here and written; asked again until they are."""
+        """Return whether all pieces of a download are here and written; asked again until they are."""
         # libtorrent counts a piece when its hash is right, which may be before its bytes are in the file.
         if content not in self._flushing and self._handles[content].status().is_seeding:
             self._handles[content].flush_cache()

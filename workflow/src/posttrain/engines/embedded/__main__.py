@@ -1,7 +1,7 @@
 """Start the embedded engine: `python -m posttrain.engines.embedded --model-path DIR --port PORT`.
 
 The port is bound before torch is imported, so that a port in use is told within a second. A client that
-connects while the model loads waits for its answer. Whom it obeys, shows the secret of its environment
+connects while the model loads waits for its answer. Clients must show the secret of its environment
 (`engines.secret`).
 """
 

@@ -30,7 +30,7 @@ ATTENTION_IMPLEMENTATION = "eager"
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model with what a server must know of it.
+    """A loaded model with what a server needs to know about it.
 
     Args:
         folder: Where it was loaded from.
@@ -152,7 +152,7 @@ def _keep_in_float32(model: Any) -> None:
 
 
 def _is_sent_alike(folder: Path) -> bool:
-    """Tell whether updates bring weights in the same form: plain, or FP8 codes with scales."""
+    """Return whether updates bring weights in the same form: plain, or FP8 codes with scales."""
     declared = _config_of(folder).get("quantization_config") or {}
     return declared.get("quant_method", "fp8") == "fp8" or declared.get("format") == "float-quantized"
 

@@ -63,7 +63,7 @@ class RequestError(ValueError):
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """What a request is checked against.
+    """The limits that requests are checked against.
 
     Args:
         vocab_size: Token ids are below it.

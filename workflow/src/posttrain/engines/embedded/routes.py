@@ -1,4 +1,4 @@
-"""Tells to which experts the layers of a model send tokens."""
+"""Records the experts that a model's layers route tokens to."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from posttrain.engines.routes import smallest
 
 
 def has_experts(model: Any) -> bool:
-    """Tell whether a `transformers` causal language model has experts."""
+    """Return whether a `transformers` causal language model has experts."""
     return any(_experts(model))
 
 

@@ -118,7 +118,7 @@ class Worker:
         return work.done
 
     def wait_idle(self, timeout_seconds: float) -> bool:
-        """Wait until no request runs or waits; tells whether that is so."""
+        """Wait until no request runs or waits; returns whether that was reached."""
         with self._changed:
             return self._changed.wait_for(lambda: self._is_idle, timeout_seconds)
 

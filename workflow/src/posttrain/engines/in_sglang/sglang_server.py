@@ -1,4 +1,4 @@
-"""SGLang's server with a secret: it answers nobody who does not show it, on no route.
+"""SGLang's server with a secret: every route rejects requests without it.
 
 It runs in SGLang's environment, which need not have this package: it is started by its path, and imports nothing of
 ours. SGLang imports what lies beside it, `posttrain_plugin`, in all of its processes.
@@ -42,7 +42,7 @@ class OnlyWithSecret:
         self._app, self._wanted = app, f"Bearer {secret}".encode()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Pass on what shows the secret, and what is no request."""
+        """Pass on requests that show the secret, and everything that is not a request."""
         if scope["type"] in ("http", "websocket") and not self._is_shown(scope):
             await _refuse(scope["type"], send)
         else:

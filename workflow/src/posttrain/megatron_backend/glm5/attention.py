@@ -75,7 +75,7 @@ class SparseCoreAttention(MegatronModule):
         return sequences.queries.join(outputs).flatten(1)
 
     def serves_latents(self, sequences: PackedSequences) -> bool:
-        """Tell whether a row is attended to in the latent's space: not where each query sees all keys before it."""
+        """Return whether a row is attended to in the latent's space: not where each query sees all keys before it."""
         return self.kernel is not None and sequences.max_seqlen_q > self.config.dsa_indexer_topk
 
     def attend_to_latents(

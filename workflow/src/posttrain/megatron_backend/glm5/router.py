@@ -1,4 +1,4 @@
-"""The router of a model whose tokens see one expert each.
+"""The router for models that route each token to one expert.
 
 A token's weights over its experts sum to `routed_scaling_factor`. Megatron's router divides by their sum from two
 experts on; with one, the weight would stay the score itself, which is another model.

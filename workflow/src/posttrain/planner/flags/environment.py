@@ -105,7 +105,7 @@ def hardware_environment(config: Config, is_alone: bool) -> list[Flag]:
 
 
 def needs_one_queue(config: Config) -> bool:
-    """Tell whether CUDA has to start kernels in the order in which they are called, which Blackwell does by itself."""
+    """Return whether CUDA has to start kernels in the order in which they are called, which Blackwell does by itself."""
     parallel = config.parallel
     overlaps = parallel.tensor_model_parallel_size > 1 or parallel.context_parallel_size > 1
     return _on_cuda(config) and overlaps and capability(config) < BLACKWELL
@@ -118,7 +118,7 @@ def capability(config: Config) -> tuple[int, int]:
 
 
 def has_saver(variables: Mapping[str, str]) -> bool:
-    """Tell whether a process can give back its GPU memory by a memory saver in front of the allocator."""
+    """Return whether a process can give back its GPU memory by a memory saver in front of the allocator."""
     return SAVER_LIBRARY in variables.get("LD_PRELOAD", "") or variables.get("TMS_INIT_ENABLE", "0") != "0"
 
 

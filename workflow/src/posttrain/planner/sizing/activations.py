@@ -218,7 +218,7 @@ class Row:
         self.mask_bytes = self.p * self._masked_scores()
 
     def is_moe(self, index: int) -> bool:
-        """Tell whether a layer has experts."""
+        """Return whether a layer has experts."""
         return has_experts(self._kinds[self._kind_of[index]])
 
     def layer(self, index: int) -> float:
@@ -310,7 +310,7 @@ class Row:
         return width, total - 2 * width, width
 
     def is_selected(self) -> bool:
-        """Tell whether the indexer has a choice: below top-k nothing is scored."""
+        """Return whether the indexer has a choice: below top-k nothing is scored."""
         return self.arch.index_n_heads > 0 and self.arch.index_topk < self._batch.longest
 
     def _masked_scores(self) -> float:
@@ -342,5 +342,5 @@ class Row:
 
 
 def has_experts(weights: Iterable[Weight]) -> bool:
-    """Tell whether the weights of a layer have experts among them."""
+    """Return whether the weights of a layer have experts among them."""
     return any(weight.split == "expert" for weight in weights)

@@ -122,7 +122,7 @@ class Attention:
         return max(attended, projected) + self._thin
 
     def _has_norms(self) -> bool:
-        """Tell whether queries and keys have norms."""
+        """Return whether queries and keys have norms."""
         return self._arch.use_qk_norm or family_of(self._arch).always_qk_norm
 
     def _unfused(self, query: float, num_scores: int) -> float:

@@ -141,7 +141,7 @@ def serving_gib_per_gpu(
 def fits(
     arch: Architecture, hardware: Hardware, num_gpus: int, bytes_per_weight: str, attention: str = "tensor_parallel"
 ) -> bool:
-    """Tell whether an engine fits: `serving_gib_per_gpu` in 95 % of the memory the driver reports."""
+    """Return whether an engine fits: `serving_gib_per_gpu` in 95 % of the memory the driver reports."""
     needed = serving_gib_per_gpu(arch, num_gpus, bytes_per_weight, attention)
     return needed <= SERVING_SHARE * hardware.memory_gib_per_gpu
 

@@ -31,7 +31,7 @@ def serving_config(config: Config) -> Config:
 
 
 def evaluates_fp8(config: Config) -> bool:
-    """Tell whether evaluations before and after training serve the weights in FP8 (`evaluation.precision`).
+    """Return whether evaluations before and after training serve the weights in FP8 (`evaluation.precision`).
 
     Example:
         GLM-5 on nodes of 8 H200: yes; in BF16 it would take 2 of them.
@@ -45,7 +45,7 @@ def evaluates_fp8(config: Config) -> bool:
 
 
 def quantises_for_engines(config: Config) -> bool:
-    """Tell whether the model as it came is quantised to FP8: for rollouts, for the evaluation before them, or both."""
+    """Return whether the model as it came is quantised to FP8: for rollouts, for the evaluation before them, or both."""
     return config.rollout.fp8 or evaluates_fp8(config)
 
 
@@ -104,7 +104,7 @@ def _has_room(config: Config) -> bool:
 
 
 def _can_be_cut(config: Config) -> bool:
-    """Tell whether the model's heads, experts and FP8 blocks can be cut into as many parts as the engine has GPUs."""
+    """Return whether the model's heads, experts and FP8 blocks can be cut into as many parts as the engine has GPUs."""
     arch, parts = config.model.architecture, config.engine.gpus_per_engine
     if any(check_cut(config)):
         return False

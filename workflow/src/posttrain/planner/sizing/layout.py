@@ -161,7 +161,7 @@ def _is_valid(config: Config) -> bool:
 
 
 def some_layout_fits(config: Config, pinned: Mapping[str, int] | None = None) -> bool:
-    """Tell whether `propose_layouts` has one that fits, without ranking what cannot."""
+    """Return whether `propose_layouts` has one that fits, without ranking what cannot."""
     capacity, served = capacity_gib(config), None
     for variant in _variants(config, pinned or {}):
         is_held = all(stage.total_gib <= capacity for stage in iterate_stages(variant))
@@ -173,7 +173,7 @@ def some_layout_fits(config: Config, pinned: Mapping[str, int] | None = None) ->
 
 
 def some_layout_is_valid(config: Config, pinned: Mapping[str, int] | None = None) -> bool:
-    """Tell whether `propose_layouts` has any."""
+    """Return whether `propose_layouts` has any."""
     return any(map(_is_valid, _variants(config, pinned or {})))
 
 

@@ -95,7 +95,7 @@ def pinned_sizes(config: Config, origins: Mapping[str, str]) -> dict[str, int]:
 
 
 def can_be_held(proposals: list[LayoutProposal]) -> bool:
-    """Tell whether some layout's weights, gradients and optimizer state fit, with no guess in the figure."""
+    """Return whether some layout's weights, gradients and optimizer state fit, with no guess in the figure."""
     return any(proposal.held_gib <= proposal.capacity_gib for proposal in proposals)
 
 

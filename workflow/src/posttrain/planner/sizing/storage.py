@@ -73,12 +73,12 @@ class Storage:
 
 
 def starts_in_fp8(config: Config) -> bool:
-    """Tell whether engines in FP8 begin empty, with files of their own."""
+    """Return whether engines in FP8 begin empty, with files of their own."""
     return config.rollout.fp8 and not engines_load(config)
 
 
 def makes_fp8(config: Config) -> bool:
-    """Tell whether anybody loads the model as it came in FP8: engines that begin with it, or an evaluation."""
+    """Return whether anybody loads the model as it came in FP8: engines that begin with it, or an evaluation."""
     return quantises_for_engines(config) and (engines_load(config) or evaluates_fp8(config))
 
 

@@ -140,7 +140,7 @@ def predict_serving(
 
 
 def is_predicted(arch: Architecture, hardware: Hardware, pool_tokens: int) -> bool:
-    """Tell whether the fitted constants say something of a model: it has sparse attention, on GPUs, and room.
+    """Return whether the fitted constants say something of a model: it has sparse attention, on GPUs, and room.
 
     A dense model of one GPU prefills with several times the share of the peak that GLM-5 does.
     """

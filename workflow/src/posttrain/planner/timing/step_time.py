@@ -384,7 +384,7 @@ def _without_pipeline(config: Config, num_gpus: int) -> Trainer:
 
 
 def state_fits(config: Config, nodes: int) -> bool:
-    """Tell whether weights, gradients and optimizer state fit into the memory of so many nodes' GPUs together."""
+    """Return whether weights, gradients and optimizer state fit into the memory of so many nodes' GPUs together."""
     cost, gpus = BYTES[config.trainer.params_dtype], nodes * config.hardware.gpus_per_node
     on_gpu = cost.weight + cost.gradient + (0 if config.trainer.optimizer_cpu_offload else cost.optimizer)
     parameters = count_parameters(model_weights(config.model.architecture))

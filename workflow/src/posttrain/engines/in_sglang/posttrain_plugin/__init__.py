@@ -1,4 +1,4 @@
-"""What SGLang is given beside its own code: an answer to those who ask what it holds, and short words for experts.
+"""The SGLang plug-in: handlers that report the weights held, and compact routed experts.
 
 It runs in SGLang's processes, by SGLang's own way for plug-ins (`sglang.srt.plugins`), and needs nothing but torch,
 on GPUs Triton as well. Its way in is SGLang's `/weights_checker`, whose `action` is free text: one that is a JSON
@@ -18,7 +18,7 @@ CAPTURED = "sglang.srt.state_capturer.base.BaseTopkCapturer.get_topk"
 
 
 def register() -> None:
-    """Answer in every process of SGLang; with another version nobody does, and the trainer is told so."""
+    """Register the handlers in every SGLang process; with an untested version none is registered and the trainer reports it."""
     import sglang
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

@@ -18,7 +18,7 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 class Told(NamedTuple):
-    """What a receiver is told of a part before it comes.
+    """The header that announces a part to its receiver.
 
     Args:
         values: Changed elements; `WHOLE`: all of it comes as it is.

@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 class Channel:
-    """A group of its own of trainer and engine ranks.
+    """A process group of trainer and engine ranks.
 
     Args:
         store: Where they meet.
@@ -102,7 +102,7 @@ class Channel:
         return self._buffers[key][:size]
 
     def say(self, member: int, tag: int) -> None:
-        """Say a word to a member; by its tag it knows what is meant."""
+        """Send a tagged signal to a member."""
         self.send(torch.zeros(1, dtype=torch.uint8), member, tag).wait()
 
     def hear(self, member: int, tag: int) -> None:
@@ -110,12 +110,12 @@ class Channel:
         self.receive(torch.empty(1, dtype=torch.uint8), member, tag).wait()
 
     def send_table(self, table: torch.Tensor, to: int) -> None:
-        """Tell a member something: [n, k] int64."""
+        """Send a table [n, k] int64 to a member."""
         for tensor in (torch.tensor(table.shape), table.contiguous()):
             self.send(tensor, to, TABLES).wait()
 
     def receive_table(self, by: int) -> torch.Tensor:
-        """Return what a member tells."""
+        """Receive a table from a member."""
         shape = self._received(torch.empty(2, dtype=torch.int64), by)
         return self._received(torch.empty(*shape.tolist(), dtype=torch.int64), by)
 
@@ -124,7 +124,7 @@ class Channel:
         return place
 
     def close(self) -> None:
-        """Leave the group, as one who cannot go on: whoever waits for this member, or for one that did, ends at once.
+        """Abort the group: every member that waits for this one, directly or not, ends at once.
 
         A wait that ends without an answer has gloo close the connections to all members; its own `abort` closes none.
         """

@@ -1,4 +1,4 @@
-"""Digests of weights that add up: what shards have, in whatever layout, is what the whole has, and nobody gathers it.
+"""Additive digests of weights: shards' digests sum to the whole's in any layout, without a gather.
 
 The digest of a Hub tensor is a sum over its bytes x (signed) and C columns, of which each has a weight,
 

@@ -80,7 +80,7 @@ class _Sheet(NamedTuple):
 
 
 class Record(TorchDispatchMode):
-    """Follows what is sent into the parameters, through whatever is made of it on the way.
+    """Traces sent tensors into the parameters, through every operation of the loader.
 
     Nothing that was sent is written: parameters keep what they have.
 

@@ -115,7 +115,7 @@ def digests_of(parts: list[torch.Tensor], corners: list[tuple[int, int]], factor
 
 
 def described(parts: list[torch.Tensor], corners: list[tuple[int, int]]) -> np.ndarray:
-    """Return what the kernel is told of each part, [parts, 6] int64."""
+    """Return the kernel's descriptor of each part, [parts, 6] int64."""
     told = [
         (part.data_ptr(), part.stride(0), *part.shape, *corner) for part, corner in zip(parts, corners, strict=True)
     ]

@@ -30,7 +30,7 @@ class RearrangedError(RuntimeError):
 
 
 class StaleError(RuntimeError):
-    """What is derived from weights is not what follows from them."""
+    """Values derived from weights do not match the weights."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def answer(handle: Callable[..., Any], checker: Any, action: str, *args: Any, **
 
 
 def parts(model: Any, tensors: Sequence[tuple[str, list[int], str]]) -> str:
-    """Find out where the model keeps what is sent, and tell it.
+    """Find where the model stores each sent tensor, and return it.
 
     Args:
         model: Of this rank.
@@ -173,7 +173,7 @@ def _views(model: torch.nn.Module) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def _check_derived(model: Any) -> None:
-    """Have SGLang derive everything anew, layer by layer, and compare bits."""
+    """Have SGLang derive everything again, layer by layer, and compare bits."""
     stale = []
     for name, module in model.named_modules():
         before = {

@@ -19,7 +19,7 @@ HANDLE_BYTES = 64
 
 
 def can_share(device: torch.device) -> bool:
-    """Tell whether memory of a device can be shared: of a GPU, where CUDA's driver can be called."""
+    """Return whether memory of a device can be shared: of a GPU, where CUDA's driver can be called."""
     return device.type != "cuda" or all(importlib.util.find_spec(name) for name in ("cuda", "cuda.bindings"))
 
 
@@ -46,7 +46,7 @@ class Shared:
             self.values = _on_host(self._file, num_bytes)
 
     def close(self) -> None:
-        """Give it back; nobody else may have it mapped any more."""
+        """Free it; no other process may still map it."""
         if self._pointer:
             _done(_driver(self.values.device).cuMemFree(self._pointer))
         else:

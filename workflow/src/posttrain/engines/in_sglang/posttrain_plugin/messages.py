@@ -1,4 +1,4 @@
-"""What a message consists of: pieces of tensors, one behind the other."""
+"""The layout of a message: pieces of tensors, one after the other."""
 
 from __future__ import annotations
 

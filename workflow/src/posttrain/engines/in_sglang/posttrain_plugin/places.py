@@ -108,7 +108,7 @@ class Ways:
 
 
 def meet_all(store: dist.Store, place: Place, rank: int, size: int) -> list[Place]:
-    """Return the places of all members, when each has told its own; the first passes them on."""
+    """Exchange the places of all members through the first one."""
     store.set(f"place {rank}", json.dumps(place))
     if rank == 0:
         store.set("places", json.dumps([json.loads(store.get(f"place {member}")) for member in range(size)]))

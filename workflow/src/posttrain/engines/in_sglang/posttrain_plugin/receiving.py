@@ -27,8 +27,8 @@ class Receiving:
 
     Args:
         works: Of messages.
-        places: From whom -> where its message goes.
-        notices: Neighbour -> (its notice, (from whom, bytes) of all that it is about, in its order).
+        places: Source -> where its message goes.
+        notices: Neighbour -> (its notice, (source, bytes) of all that it is about, in its order).
     """
 
     works: Sequence[Any]
@@ -51,7 +51,7 @@ class Inbox:
         """Begin to receive the messages of a round.
 
         Args:
-            sizes: From whom -> bytes of its message.
+            sizes: Source -> bytes of its message.
             number: Of the round.
         """
         channel, ways = self._channel, self._channel.ways
@@ -74,7 +74,7 @@ class Inbox:
         return Receiving(works, places, notices)
 
     def wait(self, coming: Receiving) -> dict[int, torch.Tensor]:
-        """Return from whom -> message, [bytes] uint8, when all have come."""
+        """Return source -> message, [bytes] uint8, when all have come."""
         for work in coming.works:
             work.wait()
         messages = dict(coming.places)
@@ -87,7 +87,7 @@ class Inbox:
         return messages
 
     def done(self, coming: Receiving, number: int) -> None:
-        """Let those go on whose memory was read."""
+        """Release the members whose memory was read."""
         if coming.notices:
             self._channel.synchronize()
         for neighbour in coming.notices:

@@ -1,4 +1,4 @@
-"""The experts that SGLang tells of a request's tokens, in as few bytes as they need instead of four each.
+"""SGLang's routed experts of a request's tokens, packed into as few bytes as they need instead of four each.
 
 Of GLM-5 a token has 624 of them, and base64 takes a third more, all through one process of the engine. SGLang's own
 processes speak in base64; over HTTP the bytes follow the answer.

@@ -1,4 +1,4 @@
-"""What a trainer rank does in a transfer: messages of its own, and those that it passes on to who shares its GPU.
+"""The sending side of a transfer: a rank's own messages, and those that it relays to ranks on its GPU.
 
 A message for a member that shares memory lies in that memory: the member gets a notice of where, reads, and says so.
 Over NCCL a message goes to the GPU of its receiver; if another process than the receiver is NCCL's member there, it
@@ -20,7 +20,7 @@ from .mapped import Shared, notice_of
 from .messages import aligned, fill, size_of_all
 from .places import Way
 
-# (from whom, to whom) of a message.
+# (source, destination) of a message.
 Pair = tuple[int, int]
 
 
@@ -33,7 +33,7 @@ class Sending:
         number: Of the round.
         works: Of messages.
         kept: Until they have left.
-        notices: To whom -> where its messages are.
+        notices: Destination -> where its messages are.
         passes_on: Some of them are still to come.
     """
 
@@ -69,7 +69,7 @@ class Sender:
 
     Args:
         channel: With engines.
-        passed_on: Round -> (from whom, to whom) -> bytes that this rank passes on.
+        passed_on: Round -> (source, destination) -> bytes that this rank passes on.
         room: Bytes of shared memory that any round takes.
         neighbours: Members that read this rank's memory.
     """
@@ -86,7 +86,7 @@ class Sender:
 
         Args:
             number: Of the round.
-            pieces: To whom -> [rows, columns] each; what is between them in a message is not defined.
+            pieces: Destination -> [rows, columns] each; what is between them in a message is not defined.
         """
         rank, is_shared = self._channel.rank, self._is_shared
         sizes = {(rank, to): size_of_all(values) for to, values in pieces.items() if values}
@@ -128,7 +128,7 @@ class Sender:
         return sending
 
     def finish(self) -> None:
-        """Give back shared memory of a GPU, when nobody has it mapped any more."""
+        """Free a GPU's shared memory once no process maps it."""
         if self._channel.device == CPU:
             return
         for neighbour in self._neighbours:
@@ -156,7 +156,7 @@ class Sender:
         return places
 
     def _notices(self, number: int, messages: Mapping[Pair, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Return to whom -> handle of the memory, and where in it messages begin, in the order of their senders."""
+        """Return destination -> handle of the memory, and where in it messages begin, in the order of their senders."""
         about: dict[int, list[int]] = defaultdict(list)
         shared = self._slots.get(number % ROUNDS_AT_ONCE)
         for by, to in sorted(messages):
