@@ -1,4 +1,4 @@
-"""What a launch script of slime or miles says, whichever language it is written in: flags, their values and lines.
+"""The flags of a launch script of slime or miles with values and lines, for bash and Python alike.
 
 A script is read, never run. What only running it would tell (a command's output, a variable that it does not set, a
 branch) is kept as unknown, with the reason.
@@ -130,7 +130,7 @@ def flags_of(words: Iterable[Word], has_lists: bool = False) -> Script:
 
 
 def merged(calls: Sequence[Sequence[Word]]) -> Script:
-    """Return what is so in every call of the training that a script may make."""
+    """Return the flags that all possible calls of the training agree on."""
     scripts = [flags_of(words, True) for words in calls]
     flags: dict[str, Given] = {}
     for script in scripts:

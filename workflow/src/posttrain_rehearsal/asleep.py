@@ -1,4 +1,4 @@
-"""A trainer that sleeps and wakes on a simulated device; of the engines that it takes turns with nobody is there."""
+"""A trainer that sleeps and wakes on a simulated device, without the engines that it takes turns with."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class SimulatedSleep(SleepingTrainer):
 
 
 class NoEngines:
-    """Nobody to take turns with."""
+    """No engines."""
 
     def sleep(self, parts: Iterable[str]) -> None:
         """Do nothing."""

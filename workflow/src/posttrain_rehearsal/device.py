@@ -218,7 +218,7 @@ class SimulatedDevice(TorchDispatchMode):
         return tree_map_only(FakeTensor, self.mirror, (args, kwargs))
 
     def _chosen(self, func: Any, args: Any) -> Any:
-        """Return what is known of values that nobody knows: each is itself, no NaN; top-k's choice is asked for."""
+        """Return what is known of unknown values: each equals itself and is no NaN; top-k's choice is asked for."""
         if func is aten.eq.Tensor and args[0] is args[1]:
             return torch.ones(args[0].shape, dtype=torch.bool)
         chosen = self._unknown(func, args) if func is aten.topk.default else NotImplemented
@@ -262,7 +262,7 @@ class SimulatedDevice(TorchDispatchMode):
         self._recorder.freed(key)
 
     def mirror(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the values of a tensor, as a tensor on the host that shares them; None where nobody knows them."""
+        """Return a tensor's known values as a host tensor that shares them, or None."""
         whole = self._mirrors.get(tensor.untyped_storage()._cdata)
         if whole is None:
             return None
@@ -286,7 +286,7 @@ class SimulatedDevice(TorchDispatchMode):
         mirror.copy_(values)
 
     def _keep(self, out: Any, mirrored: Any, floating_bytes: int) -> None:
-        """Let the results have the values that were computed on the host, and are nobody else's."""
+        """Give the results the values computed on the host."""
         for tensor, values in zip(tensors_of(out), tensors_of(mirrored), strict=True):
             storage, other = tensor.untyped_storage(), values.untyped_storage()
             most = floating_bytes if tensor.is_floating_point() else MIRROR_BYTES
@@ -299,7 +299,7 @@ class SimulatedDevice(TorchDispatchMode):
 
     @contextmanager
     def assuming_nothing_finite(self, is_so: bool) -> Iterator[None]:
-        """Let numbers that nobody knows be NaN in the block, if it is so."""
+        """Treat unknown numbers as possibly NaN in the block."""
         self._assumed = math.nan if is_so else 1.0
         try:
             yield
@@ -307,7 +307,7 @@ class SimulatedDevice(TorchDispatchMode):
             self._assumed = 1.0
 
     def _assume(self, out: Any) -> None:
-        """Let vectors of numbers that nobody knows be 1, whose logarithm and inverse are finite: sums, norms."""
+        """Treat unknown sums and norms as 1, whose logarithm and inverse are finite."""
         for tensor in tensors_of(out):
             size = tensor.untyped_storage().nbytes()
             if tensor.dim() < 2 and tensor.is_floating_point() and _size(tensor) == size <= VECTOR_BYTES:
@@ -321,7 +321,7 @@ class SimulatedDevice(TorchDispatchMode):
                     self.forget(tensor)
 
     def forget(self, tensor: torch.Tensor) -> None:
-        """From now on nobody knows what is in a tensor."""
+        """Mark a tensor's values as unknown."""
         self._mirrors.pop(tensor.untyped_storage()._cdata, None)
 
 

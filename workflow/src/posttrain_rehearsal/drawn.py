@@ -1,4 +1,4 @@
-"""What decides shapes and nobody knows before a run: lengths of samples and loads of experts. A user can set both."""
+"""Sampled inputs that decide shapes: lengths of samples and loads of experts. A user can set both."""
 
 from __future__ import annotations
 

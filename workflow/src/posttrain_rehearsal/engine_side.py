@@ -53,7 +53,7 @@ Sent = tuple[str, TensorSpec]
 
 
 def home() -> Path | None:
-    """Return where SGLang's environment is; None where nobody has made it."""
+    """Return the folder of SGLang's environment, or None."""
     folder = Path(os.environ.get(VARIABLE) or CONFIG_DIR.parent / ".envs" / "sglang-cpu").absolute()
     return folder if (folder / STAMP).exists() else None
 
@@ -173,7 +173,7 @@ def _row(engine: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def find_engine_problems(row: Mapping[str, Any], flags: Sequence[Flag]) -> Iterator[Problem]:
-    """Yield what SGLang refuses, and what of an update does not arrive as it should.
+    """Yield what SGLang rejects, and what of an update does not arrive as planned.
 
     Args:
         row: Of one kind of engine.

@@ -21,7 +21,7 @@ LOOKS = 3
 
 
 class HangError(RuntimeError):
-    """Ranks of a group do not do the same: on a cluster nobody would go on."""
+    """Ranks of a group call different collectives: on a cluster they would hang."""
 
 
 class Messages:
@@ -121,7 +121,7 @@ class Messages:
 
 
 def to_bytes(tensor: torch.Tensor | None) -> bytes:
-    """Return a tensor's bytes; none of them for values that nobody knows."""
+    """Return a tensor's bytes, empty for unknown values."""
     return b"" if tensor is None else tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 

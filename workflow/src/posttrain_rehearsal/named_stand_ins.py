@@ -1,4 +1,4 @@
-"""What stands in for what is not there without a GPU, and what each hides (`stand_ins` and `script` use them)."""
+"""The list of stand-ins for what needs a GPU, with what each hides (`stand_ins` and `script` use it)."""
 
 STAND_INS = {
     "transformer_engine_torch": "Transformer Engine's compiled part: shapes, bytes and operations, no values and no "

@@ -70,7 +70,7 @@ class _Done:
 
 
 class _Shared:
-    """Memory that nobody else maps."""
+    """Memory that no other process maps."""
 
     handle = bytes(HANDLE_BYTES)
 

@@ -1,4 +1,4 @@
-"""What a rank does, phase by phase: memory that is alive, operations, waits for the device, collectives."""
+"""Records a rank phase by phase: live memory, operations, waits for the device, collectives."""
 
 from __future__ import annotations
 

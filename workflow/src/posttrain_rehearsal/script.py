@@ -97,7 +97,7 @@ def _sleeper(recorder: Recorder, policy: Any) -> Any:
 
 
 class Unknown:
-    """Answers for values that nobody knows.
+    """Answers for unknown values.
 
     The experts of tokens are drawn: those of rank 0 get `expert_imbalance` times their share, all others of its stage
     what is left; the first expert of a rank with other samples gets none.

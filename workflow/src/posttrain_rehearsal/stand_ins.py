@@ -1,4 +1,4 @@
-"""What is not there without a GPU, and what stands in for it; `named_stand_ins` tells what each hides."""
+"""Stand-ins for what needs a GPU; `named_stand_ins` lists what each hides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of a rehearsal wrote, read without torch, and what is wrong with it."""
+"""Reads the traces of a rehearsal's ranks, without torch, and finds problems in them."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def find_problems(
 
 
 def _errors(traces: Sequence[Trace]) -> Iterator[Problem]:
-    """Yield what ended ranks, once for all that ended in the same way; who waited for them is no finding."""
+    """Yield the errors that ended ranks, each kind once; ranks that only waited for them are no finding."""
     failed = [trace for trace in traces if trace.error]
     first = [trace for trace in failed if trace.error and trace.error["type"] != "HangError"] or failed
     by_words: dict[tuple[str, str], list[int]] = {}

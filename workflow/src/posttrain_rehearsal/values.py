@@ -85,7 +85,7 @@ def _are_alike(samples: Sequence[Any]) -> bool:
 
 @contextmanager
 def _without_passes(module: Any, device: SimulatedDevice, reports: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Let an update find gradients that nobody knows; no micro-batch is computed."""
+    """Give an update unknown gradients, without computing a micro-batch."""
     schedule = module._run_schedule
 
     def leave_gradients(policy: Any, *_: Any, **__: Any) -> list[Any]:

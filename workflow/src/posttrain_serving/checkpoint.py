@@ -1,4 +1,4 @@
-"""What is to be served: a run's export, a model of `config/models`, a folder, or a repository of the Hub."""
+"""The served checkpoint: a run's export, a model of `config/models`, a folder, or a repository of the Hub."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Checkpoint:
 
 
 def find_checkpoint(what: str, precision: str, folders: Iterable[Path], results: Path) -> Checkpoint:
-    """Return what a name on the command line means.
+    """Return the checkpoint that a name on the command line means.
 
     Args:
         what: A folder, a run, a model of `config/models`, or a repository of the Hub.
@@ -83,7 +83,7 @@ def find_checkpoint(what: str, precision: str, folders: Iterable[Path], results:
 
 
 def of_run(resolved: Resolved, precision: str) -> Checkpoint:
-    """Return what a run has trained, or will have.
+    """Return the checkpoint that a run has exported or will export.
 
     Raises:
         ConfigError: It is not made in this precision.

@@ -150,7 +150,7 @@ def _check(address: str, checkpoint: Checkpoint) -> None:
 
 
 def _check_launch(launch: Launch, wish: Wish, checkpoint: Checkpoint) -> None:
-    """Refuse what has to be started by hand, or is not there."""
+    """Reject a launch that must be started by hand or whose files are missing."""
     key, remedy = "serve", "--print shows it; start it where it belongs"
     if launch.files or wish.prefill_apart:
         what = f"files for {wish.engine}" if launch.files else f"{len(launch.processes)} processes"

@@ -1,4 +1,4 @@
-"""An engine in the foreground: it is called ready when it serves what was exported, and ends with who started it."""
+"""Runs an engine in the foreground: it is ready once it serves the exported weights, and ends with this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a wish and a checkpoint to processes: command lines, environments, files, and what is to be known of them.
+"""Plans a launch: from a request and a checkpoint to processes, their files, and notes.
 
 The flags are those of `planner.flags`, where training's are; here engine, checkpoint, address and place among nodes are
 put together.

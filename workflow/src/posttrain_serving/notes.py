@@ -1,4 +1,4 @@
-"""What is to be known before an engine is started: what is left out and why, what takes long, what may go wrong."""
+"""Notes before an engine is started: what is left out and why, what takes long, what may go wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a folder in NVFP4 has scales of activations that somebody has measured."""
+"""Checks that a folder in NVFP4 has measured activation scales."""
 
 from __future__ import annotations
 

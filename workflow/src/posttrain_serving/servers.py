@@ -1,4 +1,4 @@
-"""Who serves what, and where: a file for each server in the results folder, and leases on ports and GPUs.
+"""Registers servers: a file for each in the results folder, and leases on ports and GPUs.
 
     serving/{server}.json            what is served, at which address, in which job
     serving/leases/{machine}/port-8000, gpu-0   held as long as the server lives (`artifacts.lease`)
@@ -31,7 +31,7 @@ VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
 @dataclass(frozen=True)
 class Server:
-    """A server as its file tells of it.
+    """A server, as recorded in its file.
 
     Args:
         name: What was asked to be served: a run, a model, a folder's name.
@@ -59,7 +59,7 @@ class Server:
 
 
 def digest_of(folder: Path) -> str:
-    """Return what tells a checkpoint from others: its receipt's digest, else its index's or its config's hash."""
+    """Return the identity of a checkpoint: its receipt's digest, else the hash of its index or config."""
     if receipt_of(folder).is_file():
         return read_receipt(receipt_of(folder)).digest
     names = ("model.safetensors.index.json", "config.json")
@@ -120,7 +120,7 @@ def is_server(results: Path, server: Server, holder: Holder) -> bool:
 
 @contextmanager
 def serving(results: Path, server: Server, job_is_alive: JobIsAlive = unknown, is_first: bool = True) -> Iterator[None]:
-    """Hold a server's port and GPUs, and tell of it, as long as the block runs.
+    """Hold a server's port and GPUs, and register it, while the block runs.
 
     Args:
         results: Where leases are.

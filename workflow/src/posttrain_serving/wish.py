@@ -1,4 +1,4 @@
-"""What a user wants to be served, and on what."""
+"""What a user wants to serve, and on which hardware."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import torch
 
 
 def are_finite(values: torch.Tensor) -> torch.Tensor:
-    """Return whether no number is a NaN or an infinity, as one bool on the device; there has to be a number.
+    """Return whether all numbers are finite, as one bool on the device; the tensor must not be empty.
 
     Least and greatest carry a NaN along. `isfinite(values).all()` would take two and a half times the memory of 16-bit
     numbers beside them.

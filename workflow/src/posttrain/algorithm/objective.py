@@ -1,4 +1,4 @@
-"""What is trained: the seam between a trainer, which runs passes and adds numbers up, and an algorithm.
+"""The objective: the interface between the trainer, which runs passes and reduces numbers, and an algorithm.
 
 A trainer asks an objective three times. Groups of samples become an advantage per sample; lengths become the weight of
 each response token in the loss of a global batch; log-probabilities become a loss per token. What the trainer minimises
@@ -81,7 +81,7 @@ class TokenBatch:
 
 
 class Objective(Protocol):
-    """What is trained; see the head of this file."""
+    """An objective; see the head of this file."""
 
     @property
     def needs(self) -> Needs:

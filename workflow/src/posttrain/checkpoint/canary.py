@@ -39,7 +39,7 @@ class CanaryPrompt:
 
 @dataclass(frozen=True)
 class Canary:
-    """What a server of these weights is asked, and what it has to answer.
+    """The prompts that a server of these weights is asked, with the expected log-probabilities.
 
     Args:
         trainer: In which precision the trainer computed: its `trainer.params_dtype`.

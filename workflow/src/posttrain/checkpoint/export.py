@@ -64,7 +64,7 @@ _READ_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """What is exported, in which form.
+    """The source and the form of an export.
 
     Args:
         trained: The trainer's checkpoint.
@@ -143,7 +143,7 @@ def checkpoint_of(folder: Path, receipt: Receipt) -> Path:
 
 
 def identify_checkpoint(folder: Path) -> str:
-    """Return what tells a checkpoint without a receipt from others: the hash of its metadata."""
+    """Return the identity of a checkpoint without a receipt: the hash of its metadata."""
     path = newest_checkpoint(folder) / METADATA_NAME
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file; not a torch_dist checkpoint")

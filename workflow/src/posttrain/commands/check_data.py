@@ -1,4 +1,4 @@
-"""Look at prompts, labels, tokenizer and graders together, and show some of what would be trained on."""
+"""Check prompts, labels, tokenizer and graders together, and show some training prompts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from posttrain.evaluation.heldout import read_suites
 
 
 def main(paths: Paths) -> None:
-    """Show what was found, and fail with what a run would be refused for."""
+    """Show the findings, and fail with the problems that would refuse a run."""
     config, suites = paths.resolved.config, suite_folders(paths.resolved.config)
     raise_if_any(
         [

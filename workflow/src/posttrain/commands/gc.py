@@ -1,4 +1,4 @@
-"""Show what of the store no run needs any more, and who uses the rest; free it on demand."""
+"""Show the artefacts that no run needs, and the users of the others; delete unused ones on demand."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def show(found: list[Stored], store: Path, unused_days: float) -> None:
 
 
 def state_of(artefact: Stored, unused_days: float) -> str:
-    """Say in words what is known about an artefact, and why it stays although no run uses it."""
+    """Describe an artefact, and why it stays although no run uses it."""
     if artefact.builder:
         return f"being made by {artefact.builder}"
     whole = "finished" if artefact.is_finished else "half made"

@@ -67,7 +67,7 @@ def describe_checkpoint(status: RunStatus) -> str:
 
 
 def describe_holder(status: RunStatus) -> str:
-    """Say who holds the run, or how the last attempt ended."""
+    """Return the run's holder, or how its last attempt ended."""
     if status.running:
         return "; ".join(status.running)
     if status.holder is None:

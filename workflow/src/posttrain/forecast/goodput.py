@@ -46,7 +46,7 @@ class RestartSeconds:
 
 @dataclass(frozen=True)
 class Scenario:
-    """What a simulation needs to know of a run; times in seconds.
+    """A run as the simulation sees it; times in seconds.
 
     Args:
         step: A new step, without saves.

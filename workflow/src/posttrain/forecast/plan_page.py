@@ -1,4 +1,4 @@
-"""The plan as a page for people, and what of it is to be known first."""
+"""The plan as an HTML page, with the most important notes first."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from posttrain.readable import as_text, counted
 
 
 def judge_plan(plan: Mapping[str, Any]) -> Verdict:
-    """Return what is to be known first: whether it can run, and what would make it.
+    """Return the headline: whether the plan can run, and if not, what would make it run.
 
     Args:
         plan: Content of `plan.json`.
@@ -76,6 +76,6 @@ def render_plan(plan: Mapping[str, Any], resolved: Resolved) -> str:
 
 
 def plan_title(config: Config) -> str:
-    """Return what is planned, and on what: "GLM-5 on 24 × 8 H200"."""
+    """Return the plan's title: "GLM-5 on 24 × 8 H200"."""
     model = config.model.source.repo_id.rpartition("/")[2] or config.model.name
     return f"{model} on {config.nodes} × {config.hardware.gpus_per_node} {config.hardware.name.upper()}"

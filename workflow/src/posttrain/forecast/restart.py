@@ -48,7 +48,7 @@ class RestartPart:
 
 @dataclass(frozen=True)
 class Means:
-    """What a restart has to do, which depends on what there is to help it.
+    """The means that shorten a restart.
 
     Args:
         reads_weights: Engines read or copy their weights before they start.
@@ -64,7 +64,7 @@ class Means:
 
 
 def means_today(config: Config, needed: Storage) -> Means:
-    """Return what a restart of a configuration has to do."""
+    """Return the means that a configuration has today."""
     return Means(
         reads_weights=False,
         starts_engines=True,
@@ -76,7 +76,7 @@ def means_today(config: Config, needed: Storage) -> Means:
 def restart_parts(
     config: Config, needed: Storage, rates: Bandwidths, durations: Mapping[str, float], means: Means
 ) -> list[RestartPart]:
-    """Return what a restart consists of, in the order of time.
+    """Return the phases of a restart, in order.
 
     Args:
         config: The resolved configuration.

@@ -60,7 +60,7 @@ class JobNeeds:
 
 
 def job_needs(config: Config, rule: str) -> JobNeeds:
-    """Return what a job of a rule takes, without the seconds, which take more to compute: `RuleNeeds.of` adds them.
+    """Return the resources of a rule's job, without its duration, which costs more to compute: `RuleNeeds.of` adds it.
 
     Example:
         GLM-5 on 16 nodes of 8 H200: 16 nodes and 128 GPUs to train; 1 node and 8 GPUs to evaluate, in FP8.
@@ -149,7 +149,7 @@ class RuleNeeds:
         return durations_seconds(self._config, self.storage, self.rates, self._jobs_at_once)
 
     def of(self, job: str) -> JobNeeds:
-        """Return what a job takes, by its name in the chain; "evaluate" is either of the two evaluations."""
+        """Return the resources of a job by its name in the chain; "evaluate" is either of the two evaluations."""
         seconds = self.seconds.get("evaluate before" if job == "evaluate" else job)
         return dataclasses.replace(job_needs(self._config, job.partition(" ")[0]), seconds=seconds)
 
@@ -163,7 +163,7 @@ class RuleNeeds:
         return [self._rule_part(node, workflow, evaluations.get(node.name)) for node in self.chain]
 
     def message(self, rule: str, *more: str) -> str:
-        """Return what a rule's message ends with: " (16 nodes, 128 GPUs, about 30 days)".
+        """Return the end of a rule's message: " (16 nodes, 128 GPUs, about 30 days)".
 
         Args:
             rule: Its name.

@@ -162,7 +162,7 @@ def _check_transport(config: Config) -> Iterator[Problem]:
 
 
 def _check_proof(config: Config) -> Iterator[Problem]:
-    """Yield that nobody will know whether engines compute with the trainer's weights."""
+    """Yield a problem where nothing proves that engines compute with the trainer's weights."""
     if uses_engines(config) and not proves_weights(config):
         found = f"{config.hardware.name}: what SGLang makes of weights after loading is not proven"
         remedy = "watch mismatch/abs_diff_mean, which would rise"

@@ -20,7 +20,7 @@ def file_of(paths: Paths) -> Path:
 
 
 def digest(resolved: Resolved) -> str:
-    """Return what a rehearsal's outcome depends on: code, Megatron's version, and configuration."""
+    """Return a digest of all that a rehearsal depends on: code, Megatron's version and configuration."""
     code, root = hashlib.sha256(version("megatron-core").encode()), Path(posttrain.__file__).parents[1]
     for path in sorted(root.glob("posttrain*/**/*.py")):
         code.update(path.relative_to(root).as_posix().encode() + path.read_bytes())

@@ -1,4 +1,4 @@
-"""Whether the environment has the tokens of services and judges; read at dry runs, so nobody is asked."""
+"""Checks that the environment has the tokens of services and judges; a dry run reads them and contacts no service."""
 
 from __future__ import annotations
 

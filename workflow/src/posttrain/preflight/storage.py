@@ -43,7 +43,7 @@ def check_storage(paths: Paths) -> list[Finding]:
 
 
 def storage_needs(paths: Paths) -> list[Need]:
-    """Return what is still to be written below each root; what earlier attempts left is not counted again."""
+    """Return the bytes still to be written below each root, without what earlier attempts wrote."""
     site, needed = paths.resolved.config.site, storage(paths.resolved.config)
     copies = max(1, len(site.node_names))
     local = sum(
@@ -71,7 +71,7 @@ def check_writable(key: str, folder: Path) -> Finding:
 
 
 def require_writable(outputs: Iterable[str | Path]) -> None:
-    """Make sure that the folders of what is about to be made can be written, and are not full.
+    """Check that the folders of the next outputs are writable and not full.
 
     Those that are not there yet can be made.
 
@@ -91,7 +91,7 @@ def require_writable(outputs: Iterable[str | Path]) -> None:
 
 
 def check_free_space(needs: list[Need]) -> list[Finding]:
-    """Compare what goes to each disk with what is free there; roots on one disk share its room."""
+    """Compare the bytes for each disk with its free space; roots on one disk share it."""
     by_disk: dict[int, list[Need]] = {}
     for need in needs:
         by_disk.setdefault(os.stat(nearest_existing(need.folder)).st_dev, []).append(need)

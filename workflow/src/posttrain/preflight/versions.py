@@ -43,7 +43,7 @@ _PIN = re.compile(r"^([A-Za-z0-9_.-]+)(?:\[[^]]*\])?==([^\s;#]+)", re.MULTILINE)
 
 
 def installed_versions(config: Config) -> dict[str, str]:
-    """Return the versions of this machine's environments: `trainer torch` -> `2.13.0`; what is not there is left out.
+    """Return the versions in this machine's environments: `trainer torch` -> `2.13.0`; missing ones are left out.
 
     Args:
         config: The resolved configuration, with the engine's interpreter.

@@ -92,7 +92,7 @@ def _told(error: BaseException) -> dict[str, str]:
 
 
 def make_groups(arguments: Any, rank: int, world_size: int, gpu: int) -> None:
-    """Make SGLang's own groups for one rank of an engine; nobody else is there, and nothing can be sent."""
+    """Make SGLang's groups for one rank of an engine, alone; nothing can be sent."""
     import torch.distributed as dist
     from sglang.srt.distributed import bootstrap, parallel_state
     from sglang.srt.runtime_context import SpawnRanks, publish

@@ -1,4 +1,4 @@
-"""GPUs that are only said to be there, for SGLang: what it asks torch, and packages of kernels."""
+"""Simulated GPUs for SGLang: answers to its questions of torch, and stand-ins for kernel packages."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def main(
     beside: Sequence[str],
     output: Path,
 ) -> None:
-    """Look whether the endpoint can answer, and rightly, measure what is missing, and write and show the table."""
+    """Check the endpoint, measure the missing rows, and write and show the table."""
     endpoint = Endpoint(url.rstrip("/"), model, CHAT if chat else COMPLETIONS, os.environ.get(SECRET_VARIABLE, ""))
     others = tables_beside(beside)
     numbers = (input_tokens, vocabulary, output_tokens, requests_per_client, *concurrency)

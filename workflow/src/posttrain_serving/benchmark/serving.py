@@ -48,7 +48,7 @@ SPARE_FILES = 128
 
 @dataclass(frozen=True)
 class Load:
-    """What a row sends.
+    """The load of a row.
 
     Args:
         output_tokens: Length of every response.

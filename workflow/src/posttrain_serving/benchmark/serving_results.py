@@ -116,7 +116,7 @@ class Record:
         self._write()
 
     def fail(self, concurrency: int, why: str) -> None:
-        """Tell which row failed; the others stay."""
+        """Fail with the row's name; the other rows stay."""
         self._write({"concurrency": concurrency, "why": why})
 
     def _write(self, failed: Mapping[str, Any] | None = None) -> None:

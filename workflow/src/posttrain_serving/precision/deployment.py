@@ -49,7 +49,7 @@ class Measured:
 
     @property
     def gib_hours_per_million_tokens(self) -> float:
-        """What a million tokens cost in memory."""
+        """Return the memory that a million tokens cost."""
         return self.engine_gib * 1e6 / self.tokens_per_second / HOUR
 
     def why_not(self, bounds: Deployment) -> str:

@@ -58,7 +58,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Divergence:
-    """What quantising did to what is said next.
+    """The divergence that quantisation caused in the next-token distribution.
 
     Args:
         mean: KL per token of the responses, in nats.

@@ -1,4 +1,4 @@
-"""Every token keeps its gradient; what is clipped is the weight that it comes with.
+"""CISPO: clips each token's importance weight and keeps its gradient.
 
 For an importance ratio w, advantage A and log-probability l:
 

@@ -1,4 +1,4 @@
-"""A Megatron torch_dist checkpoint that somebody converted before: is it this model's, and whole?"""
+"""Checks that an existing torch_dist checkpoint is complete and belongs to this model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a `config.json` describes: the dimensions and the precision of a checkpoint that nobody has written a file for.
+"""Reads dimensions and precision of a checkpoint from its `config.json`, for models without a file of their own.
 
 `hf_config.check_config` compares a checkpoint with dimensions that are known; here they are read.
 """

@@ -1,4 +1,4 @@
-"""Is a folder a whole checkpoint in Hub layout? Told from names, JSON and headers, not from tensor data."""
+"""Checks that a folder is a whole checkpoint in Hub layout, from names, JSON and headers, not from tensor data."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ _MAX_DIMENSIONS, _MAX_SIZE = 64, 2**63
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a tensor looks like.
+    """Name, shape and dtype of a tensor.
 
     Args:
         shape: Its dimensions; () for a scalar.
@@ -310,7 +310,7 @@ class CheckpointReader:
         return list(self._infos)
 
     def require_all_named(self) -> None:
-        """Refuse a checkpoint with more than its index says: who follows the index would lose it without a word.
+        """Reject a checkpoint whose files hold tensors that its index does not name: they would be lost silently.
 
         Raises:
             CheckpointError: Naming the tensors that are in a shard and not, or elsewhere, in the index.

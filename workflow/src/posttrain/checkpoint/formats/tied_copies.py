@@ -1,4 +1,4 @@
-"""Tensors that a checkpoint repeats: are they really copies, and what is done where they are not.
+"""Checks that tensors which a checkpoint repeats are copies, and resolves those that are not.
 
 Programs disagree about a tied model whose file has another output matrix: transformers 5 unties it and computes with
 the file's, SGLang follows `tie_word_embeddings` and never reads it. An MTP layer's embedding and output matrix are read

@@ -63,12 +63,12 @@ def environments(config: Config) -> dict[str, list[Flag]]:
 
 
 def inherited_by_all(shell: Variables) -> dict[str, str]:
-    """Return what of a shell's environment steers communication, kernels and memory of processes started from it."""
+    """Return the variables of a shell that steer communication, kernels and memory of processes started from it."""
     return {name: value for name, value in started_with(shell, {}).items() if name.startswith(TOLD_PREFIXES)}
 
 
 def find_bad_pairs(config: Config, inherited: Variables | None = None) -> list[Problem]:
-    """Return what is wrong with the environments of trainer ranks and engines on GPUs.
+    """Return the known conflicts in the environments of trainer ranks and engines on GPUs.
 
     Args:
         config: The resolved configuration.

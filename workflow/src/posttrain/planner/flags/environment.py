@@ -43,7 +43,7 @@ def started_with(inherited: Mapping[str, str], own: Mapping[str, str]) -> dict[s
 
 
 def thread_and_memory_environment(config: Config) -> list[Flag]:
-    """Return what trainer and engine are told of the cores and the host memory that they share."""
+    """Return the variables that divide cores and host memory between trainer and engine."""
     spinning = "a thread that spins while it waits takes the core the other needs"
     flags = [flag("OMP_WAIT_POLICY", "PASSIVE", reason=f"trainer and engine share the cores: {spinning}")]
     if _on_cuda(config):

@@ -53,7 +53,7 @@ def model_flags(config: Config) -> list[Flag]:
 
 
 def indexer_flags(config: Config) -> list[Flag]:
-    """Return what is set on the model's settings after they are built.
+    """Return the indexer's settings, which are set after Megatron's configuration is built.
 
     Megatron's own switch (`experimental_attention_variant="dsa"`) is left off: it selects Megatron's indexer (why ours
     stays: docs/decisions/024); our layer reads the sizes from the same fields. `attention_chunk_tokens` and

@@ -1,4 +1,4 @@
-"""Which kernel the trainer's sparse attention runs on, and why: by shapes alone, so that a plan can tell and refuse.
+"""Chooses the kernel of the trainer's sparse attention from shapes alone, so that the plan can check it.
 
 Megatron Core 0.19.2 has two back ends for attention to chosen keys in the latent's space
 (`core/transformer/experimental_attention_variant/`): TileLang's (`ops/tilelang_dsa.py`) and cuDNN's with FlashMLA

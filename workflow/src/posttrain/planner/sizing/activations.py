@@ -1,4 +1,4 @@
-"""What a micro-batch puts into memory: tensors saved for the backward pass, and what exists only while it is used.
+"""Memory of a micro-batch: tensors saved for the backward pass, and transient ones.
 
 Letters: t tokens of a row on this rank, s = t / TP (Megatron's sequence parallelism), p bytes of a weight, H hidden
 size, n heads of this rank, d_qk and d_v head widths, r_q and r_kv ranks of MLA's latents, E experts, K experts per
@@ -100,7 +100,7 @@ def fullest_micro_batch(config: Config, assumptions: Assumptions) -> MicroBatch:
 def stage_activations(
     config: Config, stage: int, chunks: Sequence[range], batch: MicroBatch, assumptions: Assumptions
 ) -> Activations:
-    """Return what a rank of a stage needs for micro-batches like `batch`.
+    """Return the activation memory of a stage's rank for micro-batches like `batch`.
 
     Args:
         config: The resolved configuration.
@@ -222,7 +222,7 @@ class Row:
         return has_experts(self._kinds[self._kind_of[index]])
 
     def layer(self, index: int) -> float:
-        """Return what a layer keeps without recomputation."""
+        """Return the bytes that a layer saves without recomputation."""
         kind = self._kind_of[index]
         if kind not in self._known:
             weights = self._kinds[kind]
@@ -240,7 +240,7 @@ class Row:
         return self.s * self._norm(self.hidden) + self.t * (self.p * self.hidden + INT64)
 
     def selection_chunk(self) -> float:
-        """Return what it takes to select keys for a chunk of queries, per query and key.
+        """Return the memory to select keys for a chunk of queries, per query and key.
 
         The indexer's products before and after scaling, FP32 (`index_scores`); then scores, masked scores and their
         running count of ties, 16 bytes, and masks of one (`select_topk`).

@@ -1,4 +1,4 @@
-"""What a micro-batch puts on an NVIDIA GPU, under Transformer Engine's modules: the table for those.
+"""Memory of a micro-batch on an NVIDIA GPU, under Transformer Engine's modules.
 
 Letters as in `activations`; besides, on this rank: F width of an MLP, M of an expert; q, k, v, o widths of queries,
 keys, values and the attention's output; a response tokens of the row, r = min(a, chunk of log-probabilities); V words;
@@ -308,7 +308,7 @@ class _Moments:
         return self._known[kind, is_backward]
 
     def _saved(self, kind: int) -> float:
-        """Return what a layer keeps that is not recomputed."""
+        """Return the bytes that a layer saves and does not recompute."""
         attention, activations, dispatch = self._parts(kind, False)
         # Rows on their way to experts and back, and what comes out of these, are read by no backward pass.
         rows = self._p * self._rows * (self._row.hidden + 3 * self._expert_width) if dispatch else 0.0

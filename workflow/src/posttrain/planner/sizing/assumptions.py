@@ -1,4 +1,4 @@
-"""Figures that the plan needs and nobody has measured for this trainer: all of them, in one place.
+"""All figures that the plan assumes because they were not measured for this trainer.
 
 Each can be doubted by itself; `plan.json` repeats them under "assumptions".
 """

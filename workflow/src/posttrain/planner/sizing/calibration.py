@@ -1,4 +1,4 @@
-"""What a calibration needs: the forward passes of training's layout, without gradients, optimizer or engines."""
+"""Needs of a calibration: forward passes in training's layout, without gradients, optimizer or engines."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def check_declared(config: Config, needed: Storage, host_memory_gib: float) -> I
 
 
 def check_typical(config: Config, needed: Storage, host_memory_gib: float) -> Iterator[Problem]:
-    """Yield a problem for each capacity that nobody declared and that such nodes usually lack.
+    """Yield a problem for each undeclared capacity that such nodes usually lack.
 
     Args:
         config: The configuration.

@@ -146,7 +146,7 @@ def _seconds_to_next_stage(config: Config, tokens: float, rates: Rates) -> float
 
 
 def _seconds_of_exchange(config: Config, stages: list[StageMemory], rates: Rates) -> float:
-    """Return the time to reduce gradients and gather weights on the fullest stage, of what others hold too."""
+    """Return the time to reduce gradients and gather weights on the fullest stage, replicated ones only."""
     dense_shards, expert_shards = shards(config)
     if dense_shards == 1:
         return 0.0

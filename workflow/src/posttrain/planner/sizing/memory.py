@@ -98,7 +98,7 @@ class StageMemory:
 
 
 def stage_memory(config: Config) -> list[StageMemory]:
-    """Return what a rank of each pipeline stage holds from step to step.
+    """Return the persistent memory of a rank of each pipeline stage.
 
     Example:
         GLM-5 on 16 nodes (TP4 PP4 CP2 EP32, [20, 20, 20, 18] layers): 110.59 GiB in the middle stages.
@@ -107,7 +107,7 @@ def stage_memory(config: Config) -> list[StageMemory]:
 
 
 def iterate_stages(config: Config) -> Iterator[StageMemory]:
-    """Yield what `stage_memory` returns: who only asks whether all fit can stop at the first that does not."""
+    """Yield the stages of `stage_memory`, so that a caller can stop at the first one that does not fit."""
     cuts = _cuts(config)
     for stage, chunks in enumerate(_with_edges(config)):
         elements = [_chunk_elements(config.model.architecture, cuts, *chunk) for chunk in chunks]

@@ -1,4 +1,4 @@
-"""Memory by phase: what a rank of each pipeline stage has on its GPU, and a node in its host memory.
+"""Memory by phase: on the GPU for a rank of each pipeline stage, and in the host memory of a node.
 
 Trainer and engines share the GPUs, unless engines have nodes of their own. Who is awake comes from the table of
 `sizing.phases`. Host memory keeps a place for all of the trainer that sleeps at times; gradients are dropped, and so
@@ -215,7 +215,7 @@ class _Plan:
         return PhaseMemory(phase.name, stage.stage, _present(gpu), _present(host))
 
     def of_engines(self, phase: Phase) -> PhaseMemory:
-        """Return what a GPU holds that no rank has: everything is awake."""
+        """Return the memory of a GPU without a rank, where everything is awake."""
         on_gpu, on_host = self._routes
         gpu = {"reserve": self._reserve, **self._engine(EVERYTHING), "engine_routes": on_gpu}
         if phase.name == "weight_sync":
@@ -306,7 +306,7 @@ class _Plan:
 
 
 def save_staging_bytes(config: Config, stage: StageMemory) -> int:
-    """Return what a save adds in host memory of one rank: its largest tensor, weight or optimizer state.
+    """Return the host memory that a save adds on one rank: its largest tensor, weight or optimizer state.
 
     A rank writes a weight whole, and of its state what lies in the rank's shard of the buffer.
 

@@ -78,7 +78,7 @@ class Weight:
 
     @property
     def nvfp4_bytes(self) -> int:
-        """Size in an NVFP4 checkpoint as Model Optimizer exports it; what is no routed expert stays BF16.
+        """Size in an NVFP4 checkpoint as Model Optimizer exports it; only routed experts are quantised.
 
         Half a byte per code, an FP8 scale per 16 of them, and for each matrix two FP32 scales.
         """

@@ -23,7 +23,7 @@ FILE_BYTES = 4 * 10**9
 
 @dataclass(frozen=True)
 class NodeCopy:
-    """What a choice costs.
+    """The cost of a choice of `stage.copy`.
 
     Args:
         choice: A value of `stage.copy`.
@@ -48,7 +48,7 @@ def node_copies(config: Config) -> list[NodeCopy]:
 
 
 def node_copy(config: Config, choice: str) -> NodeCopy:
-    """Return what a choice costs.
+    """Return the cost of a choice of `stage.copy`.
 
     Example:
         GLM-5, everything: 1,507,728,316,928 bytes on every node; with FP8 engines that do not sleep 754,... more.

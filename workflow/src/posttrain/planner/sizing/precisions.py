@@ -11,7 +11,7 @@ FP8 = "fp8"
 
 
 def compared_precisions(config: Config) -> tuple[str, ...]:
-    """Return what is compared, the original first."""
+    """Return the compared precisions, the original first."""
     return (ORIGINAL, FP8, *([config.serving.format] if config.serving.weights == "trained" else []))
 
 

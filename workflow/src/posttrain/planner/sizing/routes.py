@@ -1,4 +1,4 @@
-"""What it takes to know to which experts tokens went (`algorithm.routing_replay`): in engines, and on shared storage.
+"""Memory and storage of routed experts (`algorithm.routing_replay`), in engines and on shared storage.
 
 SGLang keeps four bytes for each expert of each token that its cache has room for, in host memory, and on every GPU of
 the tokens of a forward pass of all data-parallel ranks, shared experts included. A rollout keeps one byte, or two with

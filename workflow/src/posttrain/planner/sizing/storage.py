@@ -83,7 +83,7 @@ def makes_fp8(config: Config) -> bool:
 
 
 def storage(config: Config) -> Storage:
-    """Return what a run needs on disk.
+    """Return the disk space of a run.
 
     Example:
         GLM-5: hf 1,507,728,316,928 bytes (1,487,822,475,264 of them without the MTP layer).

@@ -68,7 +68,7 @@ def unseen_terms(config: Config, assumptions: Assumptions = ASSUMPTIONS) -> list
 
 
 def uncertainty_gib(config: Config) -> float:
-    """Return how much more than what is counted it may be; closer to the limit nobody knows whether a plan fits.
+    """Return the uncertainty of the untracked memory; with less headroom a plan may not fit.
 
     Example:
         GLM-5 on H200: 4.9 GiB, 3.6 of them NCCL's.

@@ -1,4 +1,4 @@
-"""Floating-point operations of a model on a sequence: what is multiplied, not what a kernel may multiply in vain.
+"""Floating-point operations of a model on a sequence: useful products, without those that a kernel discards.
 
 One multiplication with its addition counts as two operations. For a sequence of S tokens, with N heads of width
 d_qk and d_v, K keys kept by the indexer (all of them where attention is dense), H_i indexer heads of width D:

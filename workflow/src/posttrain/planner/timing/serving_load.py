@@ -48,7 +48,7 @@ PUBLISHED_BURST = 5114.0
 
 @dataclass(frozen=True)
 class ServingRates:
-    """What no data sheet tells of a step.
+    """Fitted rates of a step that no data sheet states.
 
     Args:
         layer_seconds: Time of a layer that does not depend on bytes.
@@ -173,7 +173,7 @@ class _Roofline:
 
 @dataclass
 class _Requests:
-    """Requests that are alike: they came together, and are at the same token.
+    """A group of requests that arrived together and are at the same token.
 
     Args:
         count: How many.
@@ -239,7 +239,7 @@ class _Serving:
         return self.load.input_tokens + requests.done
 
     def _throw_out(self) -> bool:
-        """Where the next tokens have no room, throw out who came last, to begin again."""
+        """Preempt the newest requests when the next tokens have no room; they restart."""
         thrown = False
         while self._free < self.num_running:
             thrown = True

@@ -76,7 +76,7 @@ IN_EVERY_STEP = ("rollout", "old_logprobs", "train", "weight_sync")
 
 @dataclass(frozen=True)
 class Workload:
-    """What a step trains on.
+    """The tokens of a training step.
 
     Args:
         num_samples: Samples per step.
@@ -162,7 +162,7 @@ def rollout_of_step(config: Config, work: Workload) -> RolloutTime:
 
 
 def workload(config: Config) -> Workload:
-    """Return what a step of a configuration trains on; the mean length is an assumption, see `rates`."""
+    """Return the tokens of a configuration's step; the mean length is an assumption, see `rates`."""
     return Workload(
         rollout_samples_per_step(config), PROMPT_TOKENS, config.rollout.max_response_tokens, MEAN_RESPONSE_SHARE
     )
