@@ -44,10 +44,6 @@ def _run_killed(folder, points: list[int]) -> list[int]:
         "root": str(folder.parent),
         "points": points,
         "claim": [str(folder), str(receipt_of(folder))],
-        "disk": None,
-        "again": [],
-        "forgetful": False,
-        "imports": [],
     }
     command = [sys.executable, "-c", SHORT, json.dumps(order)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=SCRIPTS.parent)

@@ -34,6 +34,10 @@ CHANGES = ("open", "os.rename", "os.link", "os.symlink", "os.remove", "os.mkdir"
 LAYER_BY_LAYER = ["transformers.models.glm_moe_dsa.modeling_glm_moe_dsa", "transformers.core_model_loading"]
 
 
+# Of an order, what may be left out.
+PLAIN = {"disk": None, "again": [], "forgetful": False, "imports": [], "kept": None}
+
+
 def run_killed(
     script: str,
     arguments: Sequence[object],
@@ -92,7 +96,7 @@ def run_killed(
 
 
 def _main() -> None:
-    order = json.loads(sys.argv[1])
+    order = PLAIN | json.loads(sys.argv[1])
     program = runpy.run_path(order["script"], run_name="imported")
     main, check = program["main"], program.get("check", lambda root: None)
     from posttrain.cli import run

@@ -174,9 +174,13 @@ def _answer() -> None:
     _command(command).main(paths, **options)
 
 
+def module_of(command: str) -> str:
+    """Return the dotted name of a command's module."""
+    return ANNEXES.get(command, f"posttrain.commands.{command.replace('-', '_')}")
+
+
 def _command(name: str) -> Any:
-    """Import the module of a command."""
-    return importlib.import_module(ANNEXES.get(name, f"posttrain.commands.{name.replace('-', '_')}"))
+    return importlib.import_module(module_of(name))
 
 
 def _is_installed(name: str) -> bool:

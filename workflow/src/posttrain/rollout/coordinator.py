@@ -223,7 +223,7 @@ def _sample(
 
 
 def check_versions(step: int, answers: Sequence[GenerateResult]) -> None:
-    """Reject samples from any other weight version than the step's: an engine that restarted would serve the initial ones."""
+    """Reject samples from any weight version but the step's: a restarted engine would serve the initial ones."""
     expected = (None, 0) if step == 0 else (step,)
     wrong = {answer.weight_version for answer in answers} - set(expected)
     if wrong:

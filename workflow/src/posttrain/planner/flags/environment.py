@@ -105,7 +105,7 @@ def hardware_environment(config: Config, is_alone: bool) -> list[Flag]:
 
 
 def needs_one_queue(config: Config) -> bool:
-    """Return whether CUDA has to start kernels in the order in which they are called, which Blackwell does by itself."""
+    """Return whether CUDA must start kernels in the order of their calls, which Blackwell does by itself."""
     parallel = config.parallel
     overlaps = parallel.tensor_model_parallel_size > 1 or parallel.context_parallel_size > 1
     return _on_cuda(config) and overlaps and capability(config) < BLACKWELL

@@ -45,7 +45,7 @@ def evaluates_fp8(config: Config) -> bool:
 
 
 def quantises_for_engines(config: Config) -> bool:
-    """Return whether the model as it came is quantised to FP8: for rollouts, for the evaluation before them, or both."""
+    """Return whether the original model is quantised to FP8: for rollouts, for the evaluation before them, or both."""
     return config.rollout.fp8 or evaluates_fp8(config)
 
 

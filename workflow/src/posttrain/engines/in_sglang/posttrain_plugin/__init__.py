@@ -18,7 +18,7 @@ CAPTURED = "sglang.srt.state_capturer.base.BaseTopkCapturer.get_topk"
 
 
 def register() -> None:
-    """Register the handlers in every SGLang process; with an untested version none is registered and the trainer reports it."""
+    """Register the handlers in every SGLang process; with an untested version none, which the trainer reports."""
     import sglang
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
