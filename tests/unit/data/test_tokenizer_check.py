@@ -132,6 +132,8 @@ def test_what_ends_an_answer_is_a_token_id(tmp_path: Path, ids: object) -> None:
 
 
 def test_what_a_confined_function_returns_raises_and_dies_of() -> None:
+    # Other tests of this process may have started some.
+    before = set(multiprocessing.active_children())
     assert confined(lambda: [os.getpid()], 10, MIB * 100) != [os.getpid()]
     assert confined(lambda: list(resource.getrlimit(resource.RLIMIT_CORE)), 10, MIB * 100) == [0, 0]
     with pytest.raises(ChildProcessError, match=f"ended with -{signal.SIGKILL:d}"):
@@ -140,6 +142,6 @@ def test_what_a_confined_function_returns_raises_and_dies_of() -> None:
         confined(lambda: len(bytes(300 * MIB)), 10, MIB * 100)
     with pytest.raises(TimeoutError, match=r"not done after 0\.2 s"):
         confined(lambda: time.sleep(30), 0.2, MIB * 100)
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= before
     with pytest.raises(ChildProcessError, match="over 16 MiB"):
         confined(lambda: "x" * (17 * MIB), 10, MIB * 100)
