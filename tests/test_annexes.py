@@ -84,8 +84,12 @@ def test_without_an_annex_its_commands_are_gone_and_all_else_is_there(copy: Copy
 
 @pytest.mark.faults("slow")
 @pytest.mark.timeout(3600)
-def test_without_an_annex_the_demo_runs_and_the_cores_tests_pass(copy: Copy) -> None:
+def test_without_an_annex_the_cores_tests_pass(copy: Copy) -> None:
     core = ("tests/unit", "tests/test_unpickling.py", "tests/test_import_order.py")
     copy.run("pytest", *core, "-q", "-m", "not faults", "-p", "no:cacheprovider", timeout=3000)
+
+
+@pytest.mark.faults("slow")
+def test_without_an_annex_the_demo_runs(copy: Copy) -> None:
     settings = " ".join(f"{key}={value}" for key, value in FAST.items())
     copy.run("snakemake", "--cores", "2", "--config", "model=tiny", "site=local", f"set={settings}", timeout=600)

@@ -329,7 +329,7 @@ class _Import:
 
 
 def _is_whole(script: Script) -> bool:
-    """Return whether a flag that is not there is not given: bash expands what is not set to nothing."""
+    """Return whether an absent flag is certainly not passed: bash expands unset variables to nothing."""
     lists = [given for given in script.unread if given.name.startswith(("$", "{")) and not _HARMLESS.search(given.name)]
     has_all = not any(given.name.startswith("source ") for given in script.unread)
     return not [given for given in lists if given.name[0] == "{" or not (has_all and UNSET in given.why)]

@@ -113,6 +113,6 @@ def total(terms: Sequence[Term], scores: Mapping[str, float | None]) -> float | 
 
 
 def has_passed(scores: Mapping[str, float | None], reward: float) -> bool:
-    """Return whether a response passes: by the first grader that applies to it, or where none is told by its reward."""
+    """Return whether a response passes: by its first applicable grader, or by its reward if it has none."""
     first = next((score for score in scores.values() if score is not None), reward)
     return first >= PASSING_SCORE

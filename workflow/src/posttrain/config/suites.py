@@ -83,7 +83,7 @@ def evaluation_settings(config: Config) -> dict[str, Any]:
 
 
 def evaluation_is_due(config: Config, finished: int) -> bool:
-    """Return whether the weights after so many steps are measured before training goes on."""
+    """Return whether suites are evaluated after this many steps."""
     interval = config.evaluation.interval
     return interval > 0 and finished > 0 and finished % interval == 0
 

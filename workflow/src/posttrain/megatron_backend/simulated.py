@@ -1,4 +1,4 @@
-"""What Megatron asks of devices that are only said to be there (`posttrain_rehearsal`)."""
+"""Answers to what Megatron asks of simulated devices (`posttrain_rehearsal`)."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ def _same_rows(left: Node, right: Node) -> bool:
 
 
 def _finds_all(row: Node, others: Node, *, is_set: bool = False) -> bool:
-    """Return whether each part has a partner among the others, whatever the order; one of its own, unless in a set."""
+    """Return whether each part equals one of the others in any order; parts pair up one to one, except in sets."""
     left = list(others.parts)
     for one in row.parts:
         partner = next((other for other in left if _same(one, other)), None)

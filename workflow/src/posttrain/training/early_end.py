@@ -1,4 +1,4 @@
-"""A training that receives SIGUSR1 saves at the end of its step and exits with a code of its own.
+"""A training that receives SIGUSR1 saves at the end of its step and exits with a dedicated code.
 
 Its node's supervisor asks rank 0 with SIGUSR1, before a scheduler's time limit. A user may send it to the whole job,
 and it then reaches every process of it: engines and graders too. So it is blocked, which children inherit, and never
