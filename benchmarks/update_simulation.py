@@ -23,10 +23,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from posttrain.config.schema import Hardware
-from posttrain.engines.in_sglang.posttrain_plugin.followed import Box
-from posttrain.engines.in_sglang.posttrain_plugin.messages import size_of
 from posttrain.planner.timing import attainable
-from posttrain.weight_sync.letters import SIZES, Letter
+from posttrain_weights.box import Box
+from posttrain_weights.messages import size_of
+from posttrain_weights.transfer_plan import SIZES, Letter
 
 GB = 1e9
 # BF16 in, codes out: bytes of the result.

@@ -3,7 +3,7 @@
     python -m benchmarks.weight_sync
 
 Measured: one process quantises nothing and sends parts of matrices to another, which writes them where they belong, by
-the way that a training takes (`posttrain_plugin`); beside it, one `memcpy` of as many bytes. Counted: what
+the way that a training takes (`posttrain_weights`); beside it, one `memcpy` of as many bytes. Counted: what
 each of 128 trainer ranks sends of GLM-5 to two engines of 64 ranks, whose attention is data-parallel. Simulated
 (`benchmarks.update_simulation`): how long that takes where engines have 16 nodes of their own, through the host's
 memory, and from GPU to GPU; and what is published of prime-rl.
@@ -39,22 +39,21 @@ from posttrain.checkpoint.quantization.fp8 import quantize_block
 from posttrain.checkpoint.quantization.quantized_names import layer_of
 from posttrain.config.derived import update_bytes_at_once
 from posttrain.config.schema import Config
-from posttrain.engines.in_sglang.posttrain_plugin import fused_digests
-from posttrain.engines.in_sglang.posttrain_plugin.changes import TOLD_BYTES, change, changes
-from posttrain.engines.in_sglang.posttrain_plugin.channel import CPU, Channel
-from posttrain.engines.in_sglang.posttrain_plugin.digests import Digester, octets_of
-from posttrain.engines.in_sglang.posttrain_plugin.followed import Box, whole_box
-from posttrain.engines.in_sglang.posttrain_plugin.messages import size_of
-from posttrain.engines.in_sglang.posttrain_plugin.places import Place, meet
-from posttrain.engines.in_sglang.posttrain_plugin.receiving import Receiver
-from posttrain.engines.in_sglang.posttrain_plugin.sending import Sender
 from posttrain.planner.resolve import resolve
 from posttrain.planner.timing.decoding import decode_step_seconds, prefill_seconds
 from posttrain.planner.timing.rates import PROMPT_TOKENS, TOLERANCE
 from posttrain.planner.timing.step_time import engine_of, sync_seconds
-from posttrain.weight_sync.holdings import HeldPart
-from posttrain.weight_sync.letters import Letter, plan_letters, spread
 from posttrain.weight_sync.publish import served_format
+from posttrain_weights import digest_triton
+from posttrain_weights.box import Box, whole_box
+from posttrain_weights.channel import CPU, Channel
+from posttrain_weights.delta import TOLD_BYTES, change, changes
+from posttrain_weights.digest import Digester, octets_of
+from posttrain_weights.messages import size_of
+from posttrain_weights.receiver import Receiver
+from posttrain_weights.sender import Sender
+from posttrain_weights.transfer_plan import HeldPart, Letter, plan_letters, spread
+from posttrain_weights.transport import Place, meet
 
 CONFIG_DIR = Path(__file__).parents[1] / "config"
 # Codes of an expert's projection of GLM-5, of which a message has as many as fill a round.
@@ -176,9 +175,9 @@ def measure_host_of_digests(config: Config) -> tuple[float, float]:
     parts, of_parts, of_keys = [codes[:] for _ in range(HOST_PARTS)], [], []
     for _ in range(REPEATS):
         started = time.perf_counter()
-        table = fused_digests.described([octets_of(part) for part in parts], [(0, 0)] * HOST_PARTS)
+        table = digest_triton.described([octets_of(part) for part in parts], [(0, 0)] * HOST_PARTS)
         for is_aligned in (True, False):
-            fused_digests.tiles_of(table, is_aligned)
+            digest_triton.tiles_of(table, is_aligned)
         of_parts.append((time.perf_counter() - started) / HOST_PARTS)
         most_rows, widest = max(spec.shape[0] for spec in specs), max(4 * spec.shape[-1] for spec in specs)
         started = time.perf_counter()

@@ -14,6 +14,15 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "workflow" / "src"
 LIBRARY = SOURCE / "posttrain"
+# Below it, shared with the engines' environment.
+WEIGHTS = SOURCE / "posttrain_weights"
+# What a module of it imports besides torch, most of them only where they need it.
+WEIGHTS_ALSO = {
+    "digest": {"triton"},
+    "digest_triton": {"numpy", "triton"},
+    "sglang_hooks": {"sglang"},
+    "shared_memory": {"cuda"},
+}
 # Packages beside it. They import it and not each other; it imports none of them, and runs without any of them.
 ANNEXES = ("posttrain_import", "posttrain_rehearsal", "posttrain_serving")
 ORDER = (
@@ -55,9 +64,6 @@ def imports_of(tree: ast.AST) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            if node.level:
-                yield f"posttrain.engines.in_sglang.posttrain_plugin.{node.module}"  # which has two names
-                continue
             assert node.module
             yield from [f"posttrain.{a.name}" for a in node.names] if node.module == "posttrain" else [node.module]
 
@@ -83,6 +89,17 @@ def test_a_part_imports_only_parts_above_it(module: str) -> None:
     if mine == "algorithm":
         assert ours <= {"algorithm", "types", "document"}
         assert packages - set(sys.stdlib_module_names) <= {"torch", "posttrain"}
+
+
+@pytest.mark.parametrize("path", sorted(WEIGHTS.glob("*.py")), ids=lambda path: path.stem)
+def test_weight_transfer_imports_torch_alone(path: Path) -> None:
+    packages = {name.partition(".")[0] for name in imports_of(ast.parse(path.read_text()))}
+    own = {*sys.stdlib_module_names, "posttrain_weights"}
+    assert packages - own <= {"torch"} | WEIGHTS_ALSO.get(path.stem, set())
+
+
+def test_what_plans_read_of_weight_transfer_imports_nothing() -> None:
+    assert not {*imports_of(ast.parse((WEIGHTS / "__init__.py").read_text()))}
 
 
 @pytest.mark.parametrize("path", OF_ANNEXES, ids=lambda path: str(path.relative_to(SOURCE)))

@@ -20,7 +20,7 @@ from benchmarks.weight_sync import kernels_of_a_part, layout_of
 
 from posttrain.planner.resolve import resolve
 from posttrain.planner.sizing.model_size import model_weights
-from posttrain.weight_sync.letters import plan_letters
+from posttrain_weights.transfer_plan import plan_letters
 
 SLOW = Way(made=1e9, packed=1e9, sent=1e6, written=1e9)
 

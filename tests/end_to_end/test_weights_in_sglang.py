@@ -92,7 +92,7 @@ def served(folder: Path, kind: str, num_ranks: int, monkeypatch: pytest.MonkeyPa
     from posttrain.megatron_backend.model import build_policy
     from posttrain.megatron_backend.served_values import ServedValues
     from posttrain.megatron_backend.weights import HubWeights
-    from posttrain.weight_sync.holdings import Holdings
+    from posttrain.weight_sync.engine_layout import Holdings
     from posttrain.weight_sync.proof import WeightProof
     from posttrain.weight_sync.publish import WeightPublisher
     from posttrain.weight_sync.sharded import ShardedTransfer

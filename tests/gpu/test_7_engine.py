@@ -29,7 +29,6 @@ from posttrain.engines.canary import Held, hold
 from posttrain.engines.client import EngineClient
 from posttrain.engines.embedded.model import load_model
 from posttrain.engines.embedded.weights import views_by_hub_name
-from posttrain.engines.in_sglang.posttrain_plugin.places import Way
 from posttrain.engines.launch_command import render_engine_command
 from posttrain.engines.ports import choose_free_ports
 from posttrain.engines.process import check_all_alive, started_engines
@@ -37,6 +36,7 @@ from posttrain.engines.secret import new_secret
 from posttrain.errors import ConfigError
 from posttrain.planner.resolve import resolve
 from posttrain.planner.sizing.phases import ENGINE_CACHE, ENGINE_WEIGHTS
+from posttrain_weights.transport import Way
 
 pytestmark = [pytest.mark.slow, pytest.mark.sglang]
 # Where the GPU image has SGLang.
@@ -94,7 +94,7 @@ def configured(kind: str, device: str) -> Config:
 @contextmanager
 def served(folder: Path, kind: str, device: str) -> Iterator[Served]:
     from posttrain.megatron_backend.served_values import ServedValues
-    from posttrain.weight_sync.holdings import Holdings
+    from posttrain.weight_sync.engine_layout import Holdings
     from posttrain.weight_sync.proof import WeightProof
     from posttrain.weight_sync.publish import WeightPublisher
     from posttrain.weight_sync.sharded import ShardedTransfer

@@ -147,8 +147,8 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "config/suites": (f"{UNIT}/config/test_suites.py",),
     "training/step_evaluation": (f"{UNIT}/training/test_step_evaluation.py",),
     "training/turns": (f"{UNIT}/training/test_turns.py",),
-    "weight_sync/holdings": (f"{UNIT}/weight_sync/test_holdings.py",),
-    "weight_sync/letters": (f"{UNIT}/weight_sync/test_letters.py",),
+    "weight_sync/engine_layout": (f"{UNIT}/weight_sync/test_engine_layout.py",),
+    "posttrain_weights/transfer_plan": ("tests/posttrain_weights/test_transfer_plan.py",),
     "weight_sync/proof": (f"{UNIT}/weight_sync/test_proof.py",),
     "weight_sync/publish": (f"{UNIT}/weight_sync/test_publish.py", SHARDED[1]),
     "weight_sync/sharded": (

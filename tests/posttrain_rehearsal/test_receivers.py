@@ -8,11 +8,11 @@ from tests.support.megatron_single import CONFIG_DIR
 from posttrain.checkpoint.formats.safetensors_io import TensorSpec
 from posttrain.config.derived import world_size
 from posttrain.config.schema import Config
-from posttrain.engines.in_sglang.posttrain_plugin.followed import Box
-from posttrain.engines.in_sglang.posttrain_plugin.places import Way, Ways
 from posttrain.planner.resolve import resolve
-from posttrain.weight_sync.letters import plan_letters
 from posttrain_rehearsal.receivers import MadeUpHoldings, engine_sizes, places_of
+from posttrain_weights.box import Box
+from posttrain_weights.transfer_plan import plan_letters
+from posttrain_weights.transport import Way, Ways
 
 WHOLE, UPPER, LOWER = Box(0, 0, 8, 4), Box(0, 0, 4, 4), Box(4, 0, 4, 4)
 SCALE = Box(0, 0, 1, 1)

@@ -6,8 +6,8 @@ import itertools
 
 import torch
 
-from posttrain.engines.in_sglang.posttrain_plugin import digests, fused_digests
-from posttrain.engines.in_sglang.posttrain_plugin.digests import Digester, key_of
+from posttrain_weights import digest, digest_triton
+from posttrain_weights.digest import Digester, key_of
 
 TYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
 SHAPES = ((1, 5), (17, 8), (40, 37), (3, 640), (128, 128), (129, 32), (300, 200))
@@ -28,19 +28,19 @@ def main() -> None:
     corners.append((2, 3))
     key = key_of("secret", "7")
     expected = Digester(key, 400, 4000).parts(parts, corners)
-    for digests.COPIED_BYTES in (1 << 26, 1 << 10):
+    for digest.COPIED_BYTES in (1 << 26, 1 << 10):
         found = Digester(key, 400, 4000)._fused(parts, corners)
         assert torch.equal(found, expected), (found != expected).any(1).nonzero().flatten().tolist()
-    num_batches = sum(1 for _ in digests._batches(parts))
+    num_batches = sum(1 for _ in digest._batches(parts))
     assert len(parts) / 4 < num_batches < len(parts), "what can be read where it lies waits for no copy"
-    table = fused_digests.described([digests.octets_of(part) for part in parts], corners)
-    num_programs = [len(fused_digests.tiles_of(table, is_aligned)) for is_aligned in (True, False)]
+    table = digest_triton.described([digest.octets_of(part) for part in parts], corners)
+    num_programs = [len(digest_triton.tiles_of(table, is_aligned)) for is_aligned in (True, False)]
     assert min(num_programs) > 20, num_programs
-    most = torch.full((1, digests.MOST_ROW_BYTES), -128, dtype=torch.int8)
-    wide = Digester(key, 1, digests.MOST_ROW_BYTES)
-    wide._columns = torch.full((digests.MOST_ROW_BYTES, digests.NUM_COLUMNS), -64, dtype=torch.int8)
+    most = torch.full((1, digest.MOST_ROW_BYTES), -128, dtype=torch.int8)
+    wide = Digester(key, 1, digest.MOST_ROW_BYTES)
+    wide._columns = torch.full((digest.MOST_ROW_BYTES, digest.NUM_COLUMNS), -64, dtype=torch.int8)
     assert torch.equal(wide._fused([most], [(0, 0)]), wide.parts([most], [(0, 0)]))
-    digests._require_agreement(torch.device("cpu"))
+    digest._require_agreement(torch.device("cpu"))
     print(f"{len(parts)} parts, {num_programs} programs")
 
 

@@ -16,14 +16,15 @@ from typing import Any
 
 import torch
 
-from posttrain.engines.in_sglang.posttrain_plugin.channel import Channel
-from posttrain.engines.in_sglang.posttrain_plugin.digests import Digester, as_text, together
-from posttrain.engines.in_sglang.posttrain_plugin.followed import Box, whole_box
-from posttrain.engines.in_sglang.posttrain_plugin.held import pack
-from posttrain.engines.in_sglang.posttrain_plugin.places import Place, meet
-from posttrain.engines.in_sglang.posttrain_plugin.receiving import Receiver
 from posttrain.engines.responses import has_left
-from posttrain.weight_sync.holdings import CODES, HeldPart
+from posttrain.weight_sync.engine_layout import CODES
+from posttrain_weights.box import Box, whole_box
+from posttrain_weights.channel import Channel
+from posttrain_weights.digest import Digester, as_text, together
+from posttrain_weights.engine_handlers import pack
+from posttrain_weights.receiver import Receiver
+from posttrain_weights.transfer_plan import HeldPart
+from posttrain_weights.transport import Place, meet
 
 UNTOUCHED = 3.0
 Shape = tuple[int, ...]

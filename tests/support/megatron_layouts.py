@@ -166,10 +166,10 @@ def count_not_served(policy, weights, tensors, strategy: str) -> list[int]:
 
 def count_other_digests(values, held) -> int:
     """Return how many tensors have another digest as shards of all ranks than whole."""
-    from posttrain.engines.in_sglang.posttrain_plugin.digests import Digester
-    from posttrain.engines.in_sglang.posttrain_plugin.followed import whole_box
-    from posttrain.weight_sync.holdings import HeldPart
     from posttrain.weight_sync.proof import Digests
+    from posttrain_weights.box import whole_box
+    from posttrain_weights.digest import Digester
+    from posttrain_weights.transfer_plan import HeldPart
 
     dtypes = {name: "bfloat16" if name.endswith("norm.weight") else "float32" for name in held}
     parts = [HeldPart(name, whole_box(tensor.shape), dtypes[name]) for name, tensor in held.items()]
@@ -197,7 +197,7 @@ def count_received_otherwise(config, values, weights, tensors, held, strategy: s
     """Return how many parts of engines' ranks have other bits than the whole tensors after two sharded transfers."""
     from tests.support.loopback_engines import LoopbackEngines
 
-    from posttrain.weight_sync.holdings import Holdings
+    from posttrain.weight_sync.engine_layout import Holdings
     from posttrain.weight_sync.sharded import ShardedTransfer
 
     sent = {name: (spec.shape, spec.dtype) for name, spec in values.sent_specs.items()}
@@ -228,8 +228,8 @@ def received_otherwise(engines, weights, tensors, held, strategy: str, digests=N
     from tests.support.loopback_engines import cut_from
 
     from posttrain.checkpoint.quantization.fp8 import Fp8Format
-    from posttrain.engines.in_sglang.posttrain_plugin.digests import Digester
-    from posttrain.weight_sync.holdings import CODES
+    from posttrain.weight_sync.engine_layout import CODES
+    from posttrain_weights.digest import Digester
 
     codes = quantised({name: tensors[name] for name in weights.names}, Fp8Format(strategy)) if strategy else {}
     is_kept_as_codes = {part.name for rank in engines.ranks for part in rank.parts if part.dtype == CODES}

@@ -30,13 +30,13 @@ def run_rank(request: dict[str, Any], folder: Path) -> None:
     from tests.support.megatron_single import test_config
     from tests.support.tiny_checkpoint import TRAINED, random_tensors
 
-    from posttrain.engines.in_sglang.posttrain_plugin.places import Place
     from posttrain.megatron_backend.initialize import initialize
     from posttrain.megatron_backend.model import build_policy
     from posttrain.megatron_backend.plain_data import gather_plain
     from posttrain.megatron_backend.weights import HubWeights
-    from posttrain.weight_sync.holdings import Holdings
+    from posttrain.weight_sync.engine_layout import Holdings
     from posttrain.weight_sync.sharded import ShardedTransfer
+    from posttrain_weights.transport import Place
 
     config = test_config(TRAINED, **request["parallel"])
     sends_changes = request["changed_every"] > 0
@@ -97,8 +97,8 @@ def _told(transfer: Any) -> dict[str, list]:
 
 def watch_rounds() -> list[str]:
     """Return a list that grows with every step of a round from now on."""
-    from posttrain.engines.in_sglang.posttrain_plugin.sending import Sender, Sending
     from posttrain.weight_sync.proof import Digests
+    from posttrain_weights.sender import Sender, Sending
 
     order: list[str] = []
 

@@ -21,13 +21,12 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from posttrain.engines.in_sglang.posttrain_plugin.channel import Channel
-from posttrain.engines.in_sglang.posttrain_plugin.followed import Box
-from posttrain.engines.in_sglang.posttrain_plugin.places import Place
-from posttrain.engines.in_sglang.posttrain_plugin.receiving import Receiver
-from posttrain.weight_sync.holdings import HeldPart
-from posttrain.weight_sync.letters import plan_letters
 from posttrain.weight_sync.sharded import sender_of
+from posttrain_weights.box import Box
+from posttrain_weights.channel import Channel
+from posttrain_weights.receiver import Receiver
+from posttrain_weights.transfer_plan import HeldPart, plan_letters
+from posttrain_weights.transport import Place
 
 SECONDS, UPDATES = 60.0, 3
 

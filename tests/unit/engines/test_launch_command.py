@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.engines.in_sglang import sglang_server
+from posttrain.engines import sglang_server
 from posttrain.engines.launch_command import nodes_per_engine, render_engine_command
 from posttrain.engines.responses import NO_WEIGHTS
 from posttrain.planner.flags.sglang_flags import DECODE, PREFILL, UNIFIED

@@ -12,9 +12,9 @@ import pytest
 from tests.support.replayed_routes import draw
 from tests.support.tiny_checkpoint import TRAINED
 
-from posttrain.engines.in_sglang.posttrain_plugin.routes import behind_json
 from posttrain.engines.responses import GenerateRequest, generate_body, parse_generate_answer
 from posttrain.engines.routes import PREFILLED, TOLD, RoutesLayout, read_behind_json
+from posttrain_weights.routed_experts import behind_json
 
 LAYOUT, PROMPT, TOKENS = RoutesLayout.of(TRAINED), 4, 9
 FIRST = TRAINED.first_k_dense_replace

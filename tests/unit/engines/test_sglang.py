@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.support.sglang_environment import require_sglang, run_in_sglang
 
-from posttrain.engines.in_sglang import sglang_server
+from posttrain.engines import sglang_server
 from posttrain.engines.launch_command import render_engine_command
 from posttrain.engines.responses import NO_WEIGHTS
 from posttrain.engines.tensor_payload import serialize_bucket

@@ -19,14 +19,14 @@ from posttrain.planner.flags.sglang_flags import environment_flags
 from posttrain.planner.resolve import resolve
 
 SIZE, SECONDS = 1 << 20, 20.0
-# What `weight_sync.sharded` does on rank 0, and `posttrain_plugin.held` in an engine.
+# What `weight_sync.sharded` does on rank 0, and `posttrain_weights.engine_handlers` in an engine.
 MEMBER = f"""
 import json, sys
 import torch
-from posttrain.engines.in_sglang.posttrain_plugin.channel import Channel
-from posttrain.engines.in_sglang.posttrain_plugin.places import Way, meet
-from posttrain.engines.in_sglang.posttrain_plugin.receiving import Inbox
-from posttrain.engines.in_sglang.posttrain_plugin.sending import Sender
+from posttrain_weights.channel import Channel
+from posttrain_weights.transport import Way, meet
+from posttrain_weights.receiver import Inbox
+from posttrain_weights.sender import Sender
 number, place = json.loads(sys.argv[1])
 if number == 0:
     from posttrain.weight_sync.sharded import _meeting_place, _store

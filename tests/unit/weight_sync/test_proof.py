@@ -16,9 +16,9 @@ from tests.unit.megatron_backend import conftest as one_rank
 
 from posttrain.engines.client import EngineClient
 from posttrain.engines.embedded.weights import ServedWeights, views_by_hub_name
-from posttrain.engines.in_sglang.posttrain_plugin.digests import key_of
-from posttrain.engines.in_sglang.posttrain_plugin.held import unpacked
 from posttrain.errors import CheckpointError
+from posttrain_weights.digest import key_of
+from posttrain_weights.engine_handlers import unpacked
 
 checkpoint, make_policy = one_rank.checkpoint, one_rank.make_policy
 GATE = "model.layers.1.mlp.experts.3.gate_proj.weight"
@@ -37,7 +37,7 @@ def trainer(checkpoint, make_policy):
 def publishing(checkpoint, trainer, strategy="block", fp8=True, secret=SECRET, num_engines=1):
     """Yield the last engine's weights, the client, and what publishes a version."""
     from posttrain.megatron_backend.served_values import ServedValues
-    from posttrain.weight_sync.holdings import Holdings
+    from posttrain.weight_sync.engine_layout import Holdings
     from posttrain.weight_sync.proof import WeightProof
     from posttrain.weight_sync.publish import WeightPublisher, served_format
 

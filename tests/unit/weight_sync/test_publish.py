@@ -17,7 +17,7 @@ from posttrain.engines.client import EngineClient
 from posttrain.engines.tensor_payload import deserialize_bucket
 from posttrain.errors import CheckpointError
 from posttrain.planner.resolve import resolve
-from posttrain.weight_sync.holdings import Holdings
+from posttrain.weight_sync.engine_layout import Holdings
 from posttrain.weight_sync.publish import WeightPublisher, served_format, untrained
 
 CONFIG = Path(__file__).parents[3] / "config"

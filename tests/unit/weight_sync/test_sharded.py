@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from tests.support.megatron_single import run_gangs
 
-from posttrain.engines.in_sglang.posttrain_plugin.followed import Box
-from posttrain.engines.in_sglang.posttrain_plugin.messages import ALIGNMENT_BYTES, Piece
-from posttrain.engines.in_sglang.posttrain_plugin.places import Place, Way, Ways
-from posttrain.weight_sync.letters import Letter
 from posttrain.weight_sync.sharded import _passed_on, _shared
+from posttrain_weights.box import Box
+from posttrain_weights.messages import ALIGNMENT_BYTES, Piece
+from posttrain_weights.transfer_plan import Letter
+from posttrain_weights.transport import Place, Way, Ways
 
 LAYOUTS = {
     "tensor, expert, data": {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2},

@@ -21,9 +21,9 @@ from tests.support.spoiled_messages import SPOILED, Place, Spoil, flipped, forge
 from tests.support.tiny_checkpoint import TRAINED
 from tests.unit.megatron_backend import conftest as one_rank
 
-from posttrain.engines.in_sglang.posttrain_plugin.channel import TELLING
 from posttrain.planner.sizing.memory import GIB
 from posttrain.planner.sizing.memory_phases import phase_memory
+from posttrain_weights.channel import TELLING
 
 checkpoint, make_policy = one_rank.checkpoint, one_rank.make_policy
 STRATEGY, ROUND_BYTES = "block", 1 << 14
@@ -87,7 +87,7 @@ class Transfers:
     ):
         from posttrain.checkpoint.quantization.fp8 import Fp8Format
         from posttrain.megatron_backend.served_values import ServedValues
-        from posttrain.weight_sync.holdings import Holdings
+        from posttrain.weight_sync.engine_layout import Holdings
         from posttrain.weight_sync.proof import WeightProof
         from posttrain.weight_sync.publish import WeightPublisher
         from posttrain.weight_sync.sharded import ShardedTransfer

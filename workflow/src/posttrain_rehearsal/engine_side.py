@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+import posttrain_weights
 from posttrain.artifacts import read_json, write_json
 from posttrain.checkpoint.formats.as_transformers import hub_config
 from posttrain.checkpoint.formats.hf_config import fixed_values
@@ -24,9 +25,7 @@ from posttrain.checkpoint.param_names import expected_tensors
 from posttrain.checkpoint.quantization.quantized_names import layer_of
 from posttrain.config.command_line import CONFIG_DIR
 from posttrain.config.schema import Config
-from posttrain.engines import in_sglang
 from posttrain.engines.buckets import make_buckets
-from posttrain.engines.in_sglang.posttrain_plugin.followed import DTYPES
 from posttrain.engines.launch_command import render_engine_command
 from posttrain.errors import Problem
 from posttrain.planner.flags.flag import Flag
@@ -35,6 +34,7 @@ from posttrain.processes import start_child
 from posttrain.weight_sync.publish import MIB, served_format
 from posttrain_rehearsal.in_sglang.stand_in_gpus import KERNELS
 from posttrain_rehearsal.members import shallow
+from posttrain_weights.load_tracer import DTYPES
 
 # Where SGLang's environment is, if it is not in the clone.
 VARIABLE = "POSTTRAIN_SGLANG_ENV"
@@ -152,7 +152,7 @@ def _run(environment: Path, folder: Path, variables: Mapping[str, str]) -> None:
     names = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "SGLANG_USE_CPU_ENGINE", "CUDA_VISIBLE_DEVICES")
     shell = {name: value for name, value in os.environ.items() if name not in names}
     own = {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1", "TMPDIR": str(folder), "SGLANG_CACHE_DIR": str(folder)}
-    own |= {"PYTHONPATH": in_sglang.__path__[0]}
+    own |= {"PYTHONPATH": str(Path(posttrain_weights.__file__).parents[1])}
     words = [str(environment / "bin" / "python"), str(Path(__file__).with_name("in_sglang")), str(folder)]
     start_child(words, env={**shell, **variables, **own}, stdout=sys.stderr).wait()
 

@@ -14,13 +14,14 @@ import torch
 from posttrain.config.derived import world_size
 from posttrain.config.schema import Config
 from posttrain.engines.buckets import weight_of
-from posttrain.engines.in_sglang.posttrain_plugin.channel import Channel
-from posttrain.engines.in_sglang.posttrain_plugin.mapped import HANDLE_BYTES
-from posttrain.engines.in_sglang.posttrain_plugin.places import Place, Ways
 from posttrain.megatron_backend.weights import DTYPES
-from posttrain.weight_sync.holdings import CODES, Held, HeldPart, Holdings
+from posttrain.weight_sync.engine_layout import CODES, Held, Holdings
 from posttrain_rehearsal.distributed import require_nccl_takes
 from posttrain_rehearsal.recorder import Recorder
+from posttrain_weights.channel import Channel
+from posttrain_weights.shared_memory import HANDLE_BYTES
+from posttrain_weights.transfer_plan import HeldPart
+from posttrain_weights.transport import Place, Ways
 
 # All members have the same, so that NCCL takes them.
 NCCL = "2"
@@ -28,8 +29,8 @@ NCCL = "2"
 
 def provide(recorder: Recorder, config: Config) -> None:
     """Let a transfer's members meet nobody, its messages leave, and memory that a GPU shares be a tensor."""
-    from posttrain.engines.in_sglang.posttrain_plugin import sending
     from posttrain.weight_sync import sharded
+    from posttrain_weights import sender
 
     places = places_of(config)
 
@@ -61,7 +62,7 @@ def provide(recorder: Recorder, config: Config) -> None:
     sharded.Channel = SimulatedChannel  # type: ignore[assignment,misc]
     sharded._meeting_place = lambda: (None, "")
     sharded._store = lambda *_: None  # type: ignore[assignment,return-value]
-    sending.Shared = _Shared  # type: ignore[assignment,misc]
+    sender.Shared = _Shared  # type: ignore[assignment,misc]
 
 
 class _Done:

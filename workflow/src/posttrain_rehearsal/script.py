@@ -186,7 +186,7 @@ def _run_of(
     from posttrain.training.mismatch import EngineComparison
     from posttrain.training.run import TrainingRun
     from posttrain.training.turns import Turns, wait_for_all
-    from posttrain.weight_sync.holdings import Holdings
+    from posttrain.weight_sync.engine_layout import Holdings
     from posttrain.weight_sync.publish import WeightPublisher, served_format
     from posttrain_rehearsal import asleep, receivers
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from posttrain.config.engine import PrefillDecode
 from posttrain.config.schema import Config, Hardware
-from posttrain.engines.in_sglang import sglang_server
+from posttrain.engines import sglang_server
 from posttrain.errors import raise_if_any
 from posttrain.planner.flags.flag import Flag, as_arguments, flag
 from posttrain.planner.flags.sglang_flags import DECODE, PREFILL, UNIFIED, embedded_flags

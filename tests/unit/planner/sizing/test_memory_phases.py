@@ -4,7 +4,6 @@ from pathlib import Path
 import pytest
 
 from posttrain.config.load import Resolved
-from posttrain.engines.in_sglang.posttrain_plugin.changes import AT_ONCE
 from posttrain.forecast.plan import build_plan
 from posttrain.forecast.plan_layout import engines_by_gpu
 from posttrain.launch.placement import engines_on_node
@@ -33,6 +32,7 @@ from posttrain.planner.sizing.memory_phases import (
 from posttrain.planner.sizing.phases import ASLEEP, ENGINE_CACHE, ENGINE_WEIGHTS, OPTIMIZER, PHASES, TRAINER
 from posttrain.planner.timing.step_time import step_durations
 from posttrain.training.phases import PhaseClock
+from posttrain_weights import COMPARED_AT_ONCE
 
 CONFIG = Path(__file__).parents[4] / "config"
 STAGE_1 = range(20, 40)
@@ -266,7 +266,7 @@ def test_what_was_sent_is_kept_in_host_memory_where_changes_are_sent(resolved):
     for name, row in rows_of(config, 0).items():
         assert row.host["sent_weights"] == pytest.approx(stage.weights_bytes / GIB), "BF16 at most"
         assert row.host_gib == pytest.approx(whole[name].host_gib + row.host["sent_weights"])
-        largest = 2 * 154880 * 6144 / config.parallel.tensor_model_parallel_size + 64 * AT_ONCE
+        largest = 2 * 154880 * 6144 / config.parallel.tensor_model_parallel_size + 64 * COMPARED_AT_ONCE
         more = largest / GIB if name == "weight_sync" else 0.0
         assert row.gpu_gib == pytest.approx(whole[name].gpu_gib + more)
 

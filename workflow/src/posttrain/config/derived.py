@@ -13,9 +13,7 @@ from posttrain.config.calibration import CalibrationPass
 from posttrain.config.schema import Config
 
 # What a rank sends in one round from shard to shard. Rounds go through host memory, two at a time, on every rank.
-# Of a weight update from shard to shard: what a rank sends in a round, and how many times as much it may get, since
-# several have something for it at the same time.
-SHARDED_ROUND_BYTES, RECEIVED_ROUNDS = 256 << 20, 2
+SHARDED_ROUND_BYTES = 256 << 20
 
 
 def trainer_nodes(config: Config) -> int:

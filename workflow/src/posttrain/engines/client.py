@@ -163,7 +163,7 @@ class EngineClient(EngineCalls):
     async def ask_ranks(
         self, call: str, may_repeat: bool = True, each: Sequence[Mapping[str, Any]] = (), **order: Any
     ) -> list[list[str]]:
-        """Have every rank of every engine answer an order about its weights (`posttrain_plugin.held`).
+        """Have every rank of every engine answer an order about its weights (`posttrain_weights.engine_handlers`).
 
         Args:
             call: What is asked.

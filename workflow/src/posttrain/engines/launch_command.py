@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.config.schema import Config
-from posttrain.engines.in_sglang import sglang_server
+from posttrain.engines import sglang_server
 from posttrain.engines.responses import NO_WEIGHTS
 from posttrain.planner.flags import sglang_flags
 from posttrain.planner.flags.flag import as_arguments, as_environment

@@ -135,7 +135,7 @@ def _version_number(version: Any) -> int | None:
 
 
 def answers_of_ranks(engine: str, answers: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return what an engine's ranks have answered to an order about its weights (`posttrain_plugin.held`).
+    """Return what an engine's ranks have answered to an order about its weights (`posttrain_weights.engine_handlers`).
 
     Args:
         engine: Its name.

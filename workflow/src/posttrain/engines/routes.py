@@ -2,7 +2,7 @@
 
 Numbers of experts, [tokens, layers, experts of a token], of every decoder layer, zeros in those without experts, and of
 every token but a response's last, which no engine reads. Ours are one byte each where that is enough; SGLang's own have
-four. They follow the JSON of an answer (`posttrain_plugin.routes`), or stand in it, in base64.
+four. They follow the JSON of an answer (`posttrain_weights.routed_experts`), or stand in it, in base64.
 
 Source of the words: SGLang 0.5.23, srt/state_capturer/routed_experts.py and srt/managers/detokenizer_manager.py.
 """

@@ -21,8 +21,8 @@ import aiohttp
 from posttrain.artifacts import read_receipt, receipt_of
 from posttrain.engines.calls import PROBE_INTERVAL_SECONDS, PROBE_TIMEOUT_SECONDS, Engine, EngineError, NoAnswerError
 from posttrain.engines.client import EngineClient, from_disk
-from posttrain.engines.in_sglang.posttrain_plugin import VERSION
 from posttrain.engines.responses import GenerateRequest, GenerateResult
+from posttrain_weights.sglang_hooks import VERSION
 
 log = logging.getLogger(__name__)
 

@@ -16,11 +16,11 @@ import torch
 from posttrain.algorithm.finite import are_finite
 from posttrain.checkpoint.formats.safetensors_io import TensorSpec
 from posttrain.checkpoint.quantization.fp8 import BLOCK, Fp8Format
-from posttrain.engines.in_sglang.posttrain_plugin.followed import Box, whole_box
 from posttrain.errors import CheckpointError
 from posttrain.megatron_backend.plain_data import gather_plain
 from posttrain.megatron_backend.ranks import largest_of_ranks
 from posttrain.megatron_backend.weights import DTYPES, HubWeights, Shard
+from posttrain_weights.box import Box, whole_box
 
 # As many tensors as a message names.
 MAX_NAMED = 5

@@ -39,7 +39,7 @@ from posttrain.training.saved_state import CheckpointToLoad, SavedState
 from posttrain.training.step_evaluation import StepEvaluation
 from posttrain.training.turns import SleepingEngines, Turns, wait_for_all
 from posttrain.types import Prompt
-from posttrain.weight_sync.holdings import Holdings
+from posttrain.weight_sync.engine_layout import Holdings
 from posttrain.weight_sync.proof import WeightProof
 from posttrain.weight_sync.publish import WeightPublisher, served_format
 

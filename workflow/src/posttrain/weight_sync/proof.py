@@ -1,4 +1,4 @@
-"""Proof that engines hold what the trainer has: digests of both, without a gather (`posttrain_plugin.digests`)."""
+"""Proof that engines hold what the trainer has: digests of both, without a gather (`posttrain_weights.digest`)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from posttrain.engines.in_sglang.posttrain_plugin.digests import Digester, as_text, key_of, together
-from posttrain.engines.in_sglang.posttrain_plugin.held import unpacked
 from posttrain.megatron_backend.plain_data import share_plain
 from posttrain.megatron_backend.served_values import Magnitudes, ServedValues
-from posttrain.weight_sync.holdings import CODES, Held, HeldPart, Holdings, listed
+from posttrain.weight_sync.engine_layout import CODES, Held, Holdings, listed
+from posttrain_weights.digest import Digester, as_text, key_of, together
+from posttrain_weights.engine_handlers import unpacked
+from posttrain_weights.transfer_plan import HeldPart
 
 # Number of the part that engines hold, values of it or of some of it, and where in their tensor these begin.
 Digested = tuple[int, torch.Tensor, tuple[int, int]]

@@ -23,7 +23,7 @@ from posttrain.config.schema import Config
 from posttrain.engines.buckets import make_buckets
 from posttrain.engines.responses import NO_WEIGHTS
 from posttrain.errors import CheckpointError
-from posttrain.weight_sync.holdings import Holdings, listed
+from posttrain.weight_sync.engine_layout import Holdings, listed
 from posttrain.weight_sync.proof import Digests, WeightProof
 from posttrain.weight_sync.sharded import ShardedTransfer
 

@@ -1,9 +1,9 @@
 """Sends weight slices from the trainer ranks that hold them to the engine ranks that need them, without a gather.
 
 What each sends is decided once (`letters`). At an update each rank quantises the shards that it sends, packs the parts
-into flat messages and passes them on (`posttrain_plugin.sending`); engines write them where their own loading would.
+into flat messages and passes them on (`posttrain_weights.sender`); engines write them where their own loading would.
 What engines have to prove afterwards is added up on the way, from the same parts before they are packed.
-With `engine.weight_deltas` a rank keeps what it has sent, and sends what has changed (`posttrain_plugin.changes`).
+With `engine.weight_deltas` a rank keeps what it has sent, and sends what has changed (`posttrain_weights.delta`).
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ import torch.distributed as dist
 from posttrain.algorithm.finite import are_finite
 from posttrain.config.derived import update_bytes_at_once
 from posttrain.config.schema import Config
-from posttrain.engines.in_sglang.posttrain_plugin.changes import ALL_OF_IT, Told, changes
-from posttrain.engines.in_sglang.posttrain_plugin.channel import CPU, Channel
-from posttrain.engines.in_sglang.posttrain_plugin.followed import Box
-from posttrain.engines.in_sglang.posttrain_plugin.places import Way, Ways, meet
-from posttrain.engines.in_sglang.posttrain_plugin.sending import Pair, Sender, Sending
 from posttrain.engines.responses import has_left
 from posttrain.engines.tensor_payload import NamedTensors
 from posttrain.errors import CheckpointError
 from posttrain.megatron_backend.plain_data import gather_plain, share_plain
 from posttrain.megatron_backend.served_values import Magnitudes, ServedPart, ServedValues
 from posttrain.rendezvous import FILE_VARIABLE
-from posttrain.weight_sync.holdings import CODES, Holdings
-from posttrain.weight_sync.letters import Letter, plan_letters, spread
+from posttrain.weight_sync.engine_layout import CODES, Holdings
 from posttrain.weight_sync.proof import Digested, Digests
+from posttrain_weights.box import Box
+from posttrain_weights.channel import CPU, Channel
+from posttrain_weights.delta import ALL_OF_IT, Told, changes
+from posttrain_weights.sender import Pair, Sender, Sending
+from posttrain_weights.transfer_plan import Letter, plan_letters, spread
+from posttrain_weights.transport import Way, Ways, meet
 
 log = logging.getLogger(__name__)
 GIB = 1 << 30

@@ -27,8 +27,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from posttrain_plugin.followed import Record
 from stand_in_gpus import MissingKernelError, OnMeta, provide_gpu
+
+from posttrain_weights.load_tracer import Record
 
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.")
 LAYER = re.compile(r"model\.layers\.(\d+)\.")

@@ -109,7 +109,7 @@ class WeightEndpoints:
         return {"new_version": self._weights.version}
 
     def check_weights(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Hash every served tensor: whole, or as an order of ours wants it (`posttrain_plugin.held`)."""
+        """Hash every served tensor: whole, or as an order of ours wants it (`posttrain_weights.engine_handlers`)."""
         action = body.get("action", "checksum")
         if isinstance(action, str) and action.startswith("{"):
             with self._worker.weights_may_change():

@@ -21,9 +21,9 @@ import torch
 
 from posttrain.checkpoint.quantization.fp8 import BLOCK, SCALE_SUFFIXES, dequantize
 from posttrain.engines.checksums import tensor_checksum
-from posttrain.engines.in_sglang.posttrain_plugin.digests import Digester, as_text, together
-from posttrain.engines.in_sglang.posttrain_plugin.followed import whole_box
-from posttrain.engines.in_sglang.posttrain_plugin.held import pack, type_of
+from posttrain_weights.box import whole_box
+from posttrain_weights.digest import Digester, as_text, together
+from posttrain_weights.engine_handlers import pack, type_of
 
 log = logging.getLogger(__name__)
 
@@ -107,18 +107,18 @@ class ServedWeights:
         return {name: tensor_checksum(view) for name, view in views_by_hub_name(self._served).items()}
 
     def parts(self, tensors: Sequence[Sequence[Any]]) -> str:
-        """Tell which of the tensors that are sent are held: whole, as numbers; see `posttrain_plugin.held.parts`."""
+        """List the sent tensors that are held, each of them whole; see `posttrain_weights.engine_handlers.parts`."""
         index, views = {name: number for number, (name, _, _) in enumerate(tensors)}, self._views()
         unknown = sorted(views.keys() - index.keys())
         found = [[index[name], *whole_box(view.shape), type_of(view)] for name, view in views.items() if name in index]
         return pack({"parts": found, "derived": unknown})
 
     def digest(self, key: str) -> str:
-        """Return one digest of all parts; see `posttrain_plugin.held.digest`."""
+        """Return one digest of all parts; see `posttrain_weights.engine_handlers.digest`."""
         return as_text(together(self._digests(key), bytes.fromhex(key)))
 
     def digests(self, key: str) -> str:
-        """Return the digests of all parts; see `posttrain_plugin.held.digests`."""
+        """Return the digests of all parts; see `posttrain_weights.engine_handlers.digests`."""
         return pack([as_text(found) for found in self._digests(key)])
 
     def _digests(self, key: str) -> torch.Tensor:

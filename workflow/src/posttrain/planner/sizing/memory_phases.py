@@ -31,7 +31,6 @@ from functools import cached_property
 from itertools import chain
 
 from posttrain.config.derived import (
-    RECEIVED_ROUNDS,
     room_for_engines,
     stage_chunks,
     takes_turns,
@@ -66,12 +65,13 @@ from posttrain.planner.sizing.phases import (
 )
 from posttrain.planner.sizing.routes import engine_routes_bytes
 from posttrain.planner.sizing.unseen import unseen_terms
+from posttrain_weights import COMPARED_AT_ONCE, RECEIVED_ROUNDS
 
 NO_STAGE = -1
 # Master weights and moments: FP32.
 STATE_BYTES = 4
-# Places of as many changes as are looked for at a time, eight 64-bit numbers each (`posttrain_plugin.changes`).
-PLACES_BYTES = 64 << 22
+# Eight 64-bit numbers for each element that is compared with the last update (`posttrain_weights.delta`).
+PLACES_BYTES = 64 * COMPARED_AT_ONCE
 # The others hold part of what one of these holds; where nobody sleeps a comparison with engines may hold more.
 LARGE_PHASES = ("rollout", "train", "weight_sync")
 WRITING_PHASES = ("rollout", ASLEEP.name, "save")

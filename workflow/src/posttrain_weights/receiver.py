@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from .changes import ALL_OF_IT, TOLD_BYTES, Told, change, pieces_of
-from .channel import CLOSED, CPU, NOTICES, READ, TELLING, Channel
-from .followed import Box
-from .mapped import Mapped, empty_notice, read_notice
-from .messages import Piece, size_of_all, split
-from .places import Way
+from posttrain_weights.box import Box
+from posttrain_weights.channel import CLOSED, CPU, NOTICES, READ, TELLING, Channel
+from posttrain_weights.delta import ALL_OF_IT, TOLD_BYTES, Told, change, pieces_of
+from posttrain_weights.messages import Piece, size_of_all, split
+from posttrain_weights.shared_memory import Mapped, empty_notice, read_notice
+from posttrain_weights.transport import Way
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ def register() -> None:
     if sglang.__version__ != VERSION:
         logging.getLogger(__name__).error("SGLang %s: this plug-in is for %s", sglang.__version__, VERSION)
         return
-    from .held import answer
-    from .routes import packed, where_there_are_gpus
+    from posttrain_weights.engine_handlers import answer
+    from posttrain_weights.routed_experts import packed, where_there_are_gpus
 
     HookRegistry.register(HANDLER, answer, HookType.AROUND)
     HookRegistry.register(CAPTURED, packed, HookType.AROUND)

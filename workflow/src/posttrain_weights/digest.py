@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from .fused_digests import Factors
+    from posttrain_weights.digest_triton import Factors
 
 NUM_COLUMNS, NUM_LANES = 16, 2
 # Sums of products stay within 32 bits: 128 * 64 for each byte of a row.
@@ -126,7 +126,7 @@ class Digester:
         return (torch.stack(lanes, -1) * self._rows[row : row + num_rows]).sum(1)
 
     def _fused(self, parts: Sequence[torch.Tensor], corners: Sequence[tuple[int, int]]) -> torch.Tensor:
-        from .fused_digests import digests_of  # needs Triton, which a CPU may be without
+        from posttrain_weights.digest_triton import digests_of  # needs Triton, which a CPU may be without
 
         sizes, found = [part.element_size() for part in parts], []
         places = [(row, column * size) for (row, column), size in zip(corners, sizes, strict=True)]
@@ -137,7 +137,7 @@ class Digester:
     @cached_property
     def factors(self) -> Factors:
         """The key's factors as a GPU's kernel reads them."""
-        from .fused_digests import factors_of
+        from posttrain_weights.digest_triton import factors_of
 
         return factors_of(self._columns, self._mixed, self._rows, self._device)
 

@@ -16,29 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from posttrain_weights.box import Box, whole_box
+
 DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F8_E4M3": torch.float8_e4m3fn}
 COPIES = ("aten::clone", "aten::_to_copy", "aten::cat")
 SCALES = (".weight_scale_inv", ".weight_scale")
-
-
-class Box(NamedTuple):
-    """Rows and columns of a matrix; a vector is a row of one."""
-
-    row: int
-    column: int
-    rows: int
-    columns: int
-
-    def meets(self, other: Box) -> Box | None:
-        """Return what both have; None where they have nothing."""
-        row, column = max(self.row, other.row), max(self.column, other.column)
-        rows = min(self.row + self.rows, other.row + other.rows) - row
-        columns = min(self.column + self.columns, other.column + other.columns) - column
-        return Box(row, column, rows, columns) if rows > 0 and columns > 0 else None
-
-    def within(self, other: Box) -> Box:
-        """Return the same as rows and columns of another box around it."""
-        return Box(self.row - other.row, self.column - other.column, self.rows, self.columns)
 
 
 @dataclass(frozen=True)
@@ -208,11 +190,6 @@ class Record(TorchDispatchMode):
         for box, name, origin in pieces:
             offset = int(part.storage_offset()) + box.row * strides[0] + box.column * strides[1]
             yield Kept(name, origin, target, offset, strides)
-
-
-def whole_box(shape: Sequence[int]) -> Box:
-    """Return all of a tensor as rows and columns."""
-    return Box(0, 0, math.prod(shape[:-1]), shape[-1] if shape else 1)
 
 
 def _rows_and_columns(tensor: torch.Tensor) -> tuple[int, int, tuple[int, int]] | None:

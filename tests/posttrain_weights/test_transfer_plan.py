@@ -7,9 +7,8 @@ import random
 import pytest
 from tests.support.loopback_engines import LoopbackEngines
 
-from posttrain.engines.in_sglang.posttrain_plugin.followed import Box
-from posttrain.weight_sync.holdings import HeldPart
-from posttrain.weight_sync.letters import plan_letters, spread
+from posttrain_weights.box import Box
+from posttrain_weights.transfer_plan import HeldPart, plan_letters, spread
 
 
 def test_every_number_comes_from_one_that_has_it_and_the_busiest_is_spared() -> None:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 import pytest
 import torch
 
-from posttrain.engines.in_sglang.posttrain_plugin.followed import Box, Record
+from posttrain_weights.box import Box
+from posttrain_weights.load_tracer import Record
 
 Tensors = Mapping[str, torch.Tensor]
 Load = Callable[[Tensors, Tensors], None]

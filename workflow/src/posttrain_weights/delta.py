@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import torch
 
+from posttrain_weights import COMPARED_AT_ONCE
+
 SKIP = 255
-# Elements looked at together: their places are 64-bit numbers.
-AT_ONCE = 1 << 22
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
@@ -47,9 +47,9 @@ def changes(new: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor, torch.T
     size = new.element_size()
     here, there = (part.reshape(-1).view(INTEGERS[size]) for part in (new, old))
     gaps, values, last, left = [_none(here, torch.uint8)], [_none(here, here.dtype)], -1, new.numel() * size
-    for begin in range(0, len(here), AT_ONCE):
-        piece = here[begin : begin + AT_ONCE]
-        places = (piece != there[begin : begin + AT_ONCE]).nonzero()[:, 0]
+    for begin in range(0, len(here), COMPARED_AT_ONCE):
+        piece = here[begin : begin + COMPARED_AT_ONCE]
+        places = (piece != there[begin : begin + COMPARED_AT_ONCE]).nonzero()[:, 0]
         if not len(places):
             continue
         values.append(piece[places])
@@ -87,8 +87,8 @@ def change(part: torch.Tensor, gaps: torch.Tensor, values: torch.Tensor) -> bool
     """
     columns, bits = part.shape[1], INTEGERS[part.element_size()]
     table, new, last, done = part.view(bits), values[0].view(bits), -1, 0
-    for begin in range(0, gaps.shape[1], AT_ONCE):
-        octets = gaps[0, begin : begin + AT_ONCE]
+    for begin in range(0, gaps.shape[1], COMPARED_AT_ONCE):
+        octets = gaps[0, begin : begin + COMPARED_AT_ONCE]
         is_change = octets != SKIP
         at = last + (octets.long() + is_change).cumsum(0)
         last, places = int(at[-1]), at[is_change]

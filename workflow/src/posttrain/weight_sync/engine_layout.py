@@ -7,31 +7,18 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from posttrain.engines.buckets import weight_of
 from posttrain.engines.client import EngineClient
-from posttrain.engines.in_sglang.posttrain_plugin.followed import Box
-from posttrain.engines.in_sglang.posttrain_plugin.held import unpacked
 from posttrain.megatron_backend.plain_data import share_plain
 from posttrain.megatron_backend.served_values import ServedValues
+from posttrain_weights.box import Box
+from posttrain_weights.engine_handlers import unpacked
+from posttrain_weights.transfer_plan import HeldPart
 
 CODES = "float8_e4m3fn"
 MOST_NAMES = 5
-
-
-class HeldPart(NamedTuple):
-    """A slice of a tensor as an engine rank holds it.
-
-    Args:
-        name: Of the tensor, on the Hub.
-        box: Which part.
-        dtype: As torch spells it.
-    """
-
-    name: str
-    box: Box
-    dtype: str
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from .changes import Told
-from .channel import CLOSED, CPU, NOTICES, READ, ROUNDS_AT_ONCE, TELLING, Channel
-from .mapped import Shared, notice_of
-from .messages import aligned, fill, size_of_all
-from .places import Way
+from posttrain_weights.channel import CLOSED, CPU, NOTICES, READ, ROUNDS_AT_ONCE, TELLING, Channel
+from posttrain_weights.delta import Told
+from posttrain_weights.messages import aligned, fill, size_of_all
+from posttrain_weights.shared_memory import Shared, notice_of
+from posttrain_weights.transport import Way
 
 # (source, destination) of a message.
 Pair = tuple[int, int]

@@ -1,7 +1,7 @@
 """SGLang's server with a secret: every route rejects requests without it.
 
 It runs in SGLang's environment, which need not have this package: it is started by its path, and imports nothing of
-ours. SGLang imports what lies beside it, `posttrain_plugin`, in all of its processes.
+ours but `posttrain_weights`, which SGLang imports in all of its processes.
 
 The secret comes from the environment. SGLang's own `--api-key` would show it in the list of processes, and leaves
 routes open: whatever begins with /health, /ready or /metrics, web sockets, and every OPTIONS request.
@@ -64,9 +64,10 @@ async def _refuse(kind: str, send: Any) -> None:
 
 def _tell_experts_in_bytes(http_server: Any) -> None:
     """Have the bytes of routed experts follow an answer to /generate, in which they stand as a text otherwise."""
-    from posttrain_plugin.routes import behind_json
     from sglang.srt.utils.json_response import dumps_json
     from starlette.responses import Response
+
+    from posttrain_weights.routed_experts import behind_json
 
     plain = http_server.orjson_response
 
@@ -84,7 +85,7 @@ def main() -> None:
         sys.exit(f"{SECRET_VARIABLE} is not set: it is what an engine and those whom it obeys share")
     os.umask(0o077)
     # Processes that SGLang starts get the same path, and find the plug-in by its entry point.
-    sys.path.append(os.path.dirname(os.path.abspath(__file__)))
+    sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
     # It speaks to itself over HTTP, with the secret: never through a proxy.
     os.environ["no_proxy"] = os.environ["NO_PROXY"] = "*"
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from posttrain.engines.in_sglang.posttrain_plugin import changes as module
-from posttrain.engines.in_sglang.posttrain_plugin.changes import (
+from posttrain_weights import delta as module
+from posttrain_weights.delta import (
     ALL_OF_IT,
     SKIP,
     Told,
@@ -49,7 +49,7 @@ def same(one, other):
 @pytest.mark.parametrize("at_once", [1 << 22, 100])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_changes_give_the_part(dtype, at_once, monkeypatch):
-    monkeypatch.setattr(module, "AT_ONCE", at_once)
+    monkeypatch.setattr(module, "COMPARED_AT_ONCE", at_once)
     for seed in range(20):
         old = drawn((1 + seed, 97), dtype, seed)
         share = torch.rand(1, generator=torch.Generator().manual_seed(seed)) / 4

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .places import Place, Ways, meet_all
+from posttrain_weights.transport import Place, Ways, meet_all
 
 # Tags that no round has: of tables, of what is told before a round comes, of notices, and of words that answer them.
 TABLES, TELLING, NOTICES, READ, CLOSED, CLOSING = 1 << 20, 1 << 19, 1 << 18, 1 << 17, 1 << 16, 1 << 21

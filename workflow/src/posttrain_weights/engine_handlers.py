@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from .channel import Channel
-from .digests import Digester, as_text, together
-from .followed import Kept, Record
-from .places import meet
-from .receiving import Receiver
+from posttrain_weights.channel import Channel
+from posttrain_weights.digest import Digester, as_text, together
+from posttrain_weights.load_tracer import Kept, Record
+from posttrain_weights.receiver import Receiver
+from posttrain_weights.transport import meet
 
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from .mapped import can_share
+from posttrain_weights.shared_memory import can_share
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 # Processes that do not share these are as far from each other as two hosts are.

@@ -8,12 +8,25 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from posttrain.config.derived import RECEIVED_ROUNDS
-from posttrain.engines.in_sglang.posttrain_plugin.followed import Box
-from posttrain.engines.in_sglang.posttrain_plugin.messages import Piece, size_of
-from posttrain.weight_sync.holdings import HeldPart
+from posttrain_weights import RECEIVED_ROUNDS
+from posttrain_weights.box import Box
+from posttrain_weights.messages import Piece, size_of
 
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+
+
+class HeldPart(NamedTuple):
+    """A slice of a tensor as an engine rank holds it.
+
+    Args:
+        name: Of the tensor, on the Hub.
+        box: Which part.
+        dtype: As torch spells it.
+    """
+
+    name: str
+    box: Box
+    dtype: str
 
 
 class Letter(NamedTuple):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from .followed import Box
+from posttrain_weights.box import Box
 
 # Of each piece of a message: all element sizes divide it.
 ALIGNMENT_BYTES = 16

@@ -15,8 +15,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from posttrain.engines.in_sglang.posttrain_plugin import digests, fused_digests
-from posttrain.engines.in_sglang.posttrain_plugin.digests import NUM_COLUMNS, Digester, as_text, key_of
+from posttrain_weights import digest, digest_triton
+from posttrain_weights.digest import NUM_COLUMNS, Digester, as_text, key_of
 
 KEY = key_of("secret", "7")
 TYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
@@ -78,10 +78,10 @@ def test_every_bit_and_every_move_is_seen(dtype: torch.dtype) -> None:
     assert len(seen) == 20 * 12 * dtype.itemsize * 8 + len(moved)
 
 
-@pytest.mark.parametrize("at_once", [1, 400, digests.CPU_BATCH_BYTES])
+@pytest.mark.parametrize("at_once", [1, 400, digest.CPU_BATCH_BYTES])
 def test_parts_that_are_digested_together_have_each_their_own(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
     """Of several shapes, types and places, some with gaps between their columns, in any order."""
-    monkeypatch.setattr(digests, "CPU_BATCH_BYTES", at_once)
+    monkeypatch.setattr(digest, "CPU_BATCH_BYTES", at_once)
     shapes = [(5, 7), (1, 9), (5, 7), (3, 8), (5, 7), (5, 7), (3, 8), (1, 9)]
     wide = [random((rows, columns + 4), TYPES[n % 2], n) for n, (rows, columns) in enumerate(shapes)]
     parts = [whole[:, n % 4 : n % 4 + shapes[n][1]] for n, whole in enumerate(wide)]
@@ -105,7 +105,7 @@ def test_words_of_16_bytes_are_read_where_all_of_a_part_fits_them() -> None:
     """A GPU would not read others; Triton's interpreter does not mind."""
     fits = [160, 32, 300, 48, 7, 64]  # address, from row to row, rows, bytes of a row, and where it begins
     table = np.array([fits] + [[*fits[:n], fits[n] + 8, *fits[n + 1 :]] for n in range(6)])
-    tiles = {is_aligned: fused_digests.tiles_of(table, is_aligned) for is_aligned in (True, False)}
+    tiles = {is_aligned: digest_triton.tiles_of(table, is_aligned) for is_aligned in (True, False)}
     assert tiles[True].tolist() == [[part, row] for part in (0, 3, 5) for row in (0, 128, 256)]
     assert {*tiles[False][:, 0].tolist()} == {1, 2, 4, 6}
 
@@ -125,11 +125,11 @@ def test_the_kernel_is_compiled_for_gpus(target: GPUTarget, is_aligned: bool) ->
     """With products of 8-bit integers by tensor cores, and where the parts allow it with words of 16 bytes."""
     types = {"tiles": "*i32", "parts": "*i64", "columns": "*i8", "width": "i32"}
     types |= dict.fromkeys(("mixed", "rows", "found"), "*i64")
-    options = dict(fused_digests.OPTIONS)
+    options = dict(digest_triton.OPTIONS)
     constants = {name: options.pop(name) for name in ("ROWS", "OCTETS", "COLUMNS")} | {"IS_ALIGNED": is_aligned}
     fits_words = {(number,): [["tt.divisibility", 16]] for number in range(len(types))}
     types |= dict.fromkeys(constants, "constexpr")
-    source = ASTSource(fused_digests.digest_rows, types, constants, fits_words)
+    source = ASTSource(digest_triton.digest_rows, types, constants, fits_words)
     compiled = triton.compile(source, target=target, options=options)
     product, wide_load = COMPILED[target]
     code = compiled.asm["ptx" if target.backend == "cuda" else "amdgcn"]
@@ -158,16 +158,16 @@ def test_a_gpu_whose_kernel_is_wrong_is_refused(monkeypatch: pytest.MonkeyPatch)
     """By what both know, before anything is digested: engine and trainer would agree on the same wrong digests."""
     right = Digester.parts
     monkeypatch.setattr(Digester, "_fused", lambda self, *given: right(Digester(self._key, 300, 400), *given) + 1)
-    with pytest.raises(digests.WrongKernelError, match=r"not those of the CPU \(Triton 3.*install the Triton"):
-        digests._require_agreement(torch.device("cpu"))
+    with pytest.raises(digest.WrongKernelError, match=r"not those of the CPU \(Triton 3.*install the Triton"):
+        digest._require_agreement(torch.device("cpu"))
 
 
 def test_a_gpu_is_asked_before_it_digests_anything(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(device: torch.device) -> None:
-        raise digests.WrongKernelError(str(device))
+        raise digest.WrongKernelError(str(device))
 
-    monkeypatch.setattr(digests, "_require_agreement", refuse)
-    with pytest.raises(digests.WrongKernelError, match="cuda:3"):
+    monkeypatch.setattr(digest, "_require_agreement", refuse)
+    with pytest.raises(digest.WrongKernelError, match="cuda:3"):
         Digester(KEY, 64, 400, "cuda:3").parts([random((3, 4), torch.float32)], [(0, 0)])
 
 
@@ -179,8 +179,8 @@ def test_a_key_serves_one_version_of_one_job() -> None:
 
 def test_the_largest_sums_fit() -> None:
     """A row as long as may be, with the largest of all products."""
-    octets = torch.full((1, digests.MOST_ROW_BYTES), -128, dtype=torch.int8)
-    made = Digester(KEY, 1, digests.MOST_ROW_BYTES)
-    made._columns = torch.full((digests.MOST_ROW_BYTES + 8, NUM_COLUMNS), -64, dtype=torch.int8)
+    octets = torch.full((1, digest.MOST_ROW_BYTES), -128, dtype=torch.int8)
+    made = Digester(KEY, 1, digest.MOST_ROW_BYTES)
+    made._columns = torch.full((digest.MOST_ROW_BYTES + 8, NUM_COLUMNS), -64, dtype=torch.int8)
     made._mixed, made._rows = (torch.ones(n, 2, dtype=torch.int64) for n in (NUM_COLUMNS, 1))
-    assert made.part(octets).tolist() == [128 * 64 * digests.MOST_ROW_BYTES * NUM_COLUMNS] * 2
+    assert made.part(octets).tolist() == [128 * 64 * digest.MOST_ROW_BYTES * NUM_COLUMNS] * 2

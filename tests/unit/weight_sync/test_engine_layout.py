@@ -12,9 +12,10 @@ from tests.support.megatron_single import initialize_single_rank, test_config
 from tests.support.tiny_checkpoint import TINY
 
 from posttrain.checkpoint.formats.safetensors_io import TensorSpec
-from posttrain.engines.in_sglang.posttrain_plugin.followed import Box
-from posttrain.engines.in_sglang.posttrain_plugin.held import pack
-from posttrain.weight_sync.holdings import CODES, HeldPart, Holdings, listed
+from posttrain.weight_sync.engine_layout import CODES, Holdings, listed
+from posttrain_weights.box import Box
+from posttrain_weights.engine_handlers import pack
+from posttrain_weights.transfer_plan import HeldPart
 
 SENT = {
     "a.weight": TensorSpec((4, 2), "F8_E4M3"),
