@@ -27,8 +27,8 @@ from posttrain.config.load import Resolved
 from posttrain.planner.resolve import resolve
 from posttrain.planner.sizing.assumptions import ASSUMPTIONS
 from posttrain.planner.sizing.memory_phases import phase_memory
-from posttrain_rehearsal.drawn import rehearsed_row
 from posttrain_rehearsal.outcome import FULL_STEP, UNSEEN
+from posttrain_rehearsal.sampled_shapes import rehearsed_row
 from posttrain_rehearsal.start import rehearse
 
 TOLERANCE = 0.15

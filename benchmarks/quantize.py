@@ -31,7 +31,7 @@ from posttrain.artifacts import partial_of
 from posttrain.artifacts.durable import sync_tree
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader, TensorSpec
 from posttrain.checkpoint.param_names import expected_tensors
-from posttrain.checkpoint.parts.recoded_folder import RecodedFolder
+from posttrain.checkpoint.parts.converted_folder import RecodedFolder
 from posttrain.checkpoint.quantization.quantize import Quantization
 from posttrain.checkpoint.quantization.quantized_names import Selection
 from posttrain.planner.resolve import resolve

@@ -1,4 +1,4 @@
-"""How long weights take from trainer ranks to engine ranks: each message simulated, in rounds, from the letters.
+"""How long weights take from trainer ranks to engine ranks: each message simulated, in rounds, from the transfers.
 
 While a round is on its way its senders make the next one and its receivers write the last; two rounds exist at a time.
 That is how `weight_sync.sharded` sends, and how prime-rl does, whose receivers fetch a layer while they load the one
@@ -6,7 +6,7 @@ before. A network is not simulated beyond each rank's own link.
 
 Where each constant is from:
 
-    counted    bytes, parts and rounds: `plan_letters`, from the Hub's tensors and the layouts
+    counted    bytes, parts and rounds: `plan_transfer`, from the Hub's tensors and the layouts
     our table  what a network gives of its peak, a GPU's memory, the launch of a kernel (`planner.timing.attainable`)
     H200       quantising (`benchmarks.one_gpu`)
     two cores  the way through the host's memory, and the host's part in digests, as whoever calls this has measured it
@@ -26,7 +26,7 @@ from posttrain.config.schema import Hardware
 from posttrain.planner.timing import attainable
 from posttrain_weights.box import Box
 from posttrain_weights.messages import size_of
-from posttrain_weights.transfer_plan import SIZES, Letter
+from posttrain_weights.transfer_plan import SIZES, SliceTransfer
 
 GB = 1e9
 # BF16 in, codes out: bytes of the result.
@@ -43,7 +43,7 @@ LAYER = re.compile(r"layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
-class Way:
+class Transport:
     """What bytes and parts cost on their way.
 
     Args:
@@ -92,7 +92,7 @@ def digesting(hardware: Hardware, part_seconds: float, key_seconds: float) -> Di
     return Digesting(attainable.memory(hardware) / 2, batch_seconds, part_seconds, key_seconds)
 
 
-def between_gpus(hardware: Hardware, kernels: int) -> Way:
+def between_gpus(hardware: Hardware, kernels: int) -> Transport:
     """Return the way of messages that no host sees, each part packed and written by a kernel.
 
     Args:
@@ -100,10 +100,10 @@ def between_gpus(hardware: Hardware, kernels: int) -> Way:
         kernels: That quantise a part.
     """
     memory, launch = attainable.memory(hardware), attainable.LAUNCH_SECONDS
-    return Way(QUANTISED, memory / 2, _network(hardware), memory / 2, launch, kernels * launch)
+    return Transport(QUANTISED, memory / 2, _network(hardware), memory / 2, launch, kernels * launch)
 
 
-def through_host(rate: float, kernels: int) -> Way:
+def through_host(rate: float, kernels: int) -> Transport:
     """Return the way of the last resort: quantised on the GPU, the rest as fast as a pair of ranks was measured.
 
     Args:
@@ -111,12 +111,12 @@ def through_host(rate: float, kernels: int) -> Way:
         kernels: That quantise a part.
     """
     launch = attainable.LAUNCH_SECONDS
-    return Way(QUANTISED, math.inf, rate, math.inf, launch, kernels * launch)
+    return Transport(QUANTISED, math.inf, rate, math.inf, launch, kernels * launch)
 
 
-def of_prime_rl(hardware: Hardware) -> Way:
+def of_prime_rl(hardware: Hardware) -> Transport:
     """Return prime-rl's way: BF16 made of FP32 masters, fetched by RDMA, loaded as fast as it was measured."""
-    return Way(attainable.memory(hardware) / 3, math.inf, _network(hardware), BYTES / LOADED)
+    return Transport(attainable.memory(hardware) / 3, math.inf, _network(hardware), BYTES / LOADED)
 
 
 def _network(hardware: Hardware) -> float:
@@ -140,11 +140,11 @@ class Traffic:
     num_rounds: int
 
 
-def traffic_of(letters: Sequence[Letter], way: Way, digests: Digesting | None = None) -> Traffic:
-    """Return what letters are on a way: messages, and seconds at both ends.
+def traffic_of(transfers: Sequence[SliceTransfer], way: Transport, digests: Digesting | None = None) -> Traffic:
+    """Return what transfers are on a way: messages, and seconds at both ends.
 
     Args:
-        letters: All of them.
+        transfers: All of them.
         way: Which they take.
         digests: What senders digest as they send it; None where nobody does.
     """
@@ -153,29 +153,31 @@ def traffic_of(letters: Sequence[Letter], way: Way, digests: Digesting | None = 
     messages: dict[int, dict[int, dict[int, int]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(int)))
     seen: set[tuple[int, str, Box, str]] = set()
     num_rounds = 0
-    for letter in letters:
-        number, sender, size = letter.piece.round, letter.sender, letter.num_bytes
+    for transfer in transfers:
+        number, sender, size = transfer.piece.round, transfer.sender, transfer.num_bytes
         num_rounds = max(num_rounds, number + 1)
-        if (part := (sender, letter.name, letter.made, letter.dtype)) not in seen:
+        if (part := (sender, transfer.name, transfer.made, transfer.dtype)) not in seen:
             seen.add(part)
-            octets = size_of(letter.made.rows, letter.made.columns, SIZES[letter.dtype])
+            octets = size_of(transfer.made.rows, transfer.made.columns, SIZES[transfer.dtype])
             making[sender][number] += octets / way.made + way.make_seconds
         making[sender][number] += size / way.packed + way.part_seconds
-        writing[letter.receiver][number] += size / way.written + way.part_seconds
-        messages[sender][number][letter.receiver] += size
+        writing[transfer.receiver][number] += size / way.written + way.part_seconds
+        messages[sender][number][transfer.receiver] += size
     if digests:
-        _add_digests(making, letters, digests)
+        _add_digests(making, transfers, digests)
     return Traffic(making, writing, messages, num_rounds)
 
 
-def _add_digests(making: Mapping[int, dict[int, float]], letters: Sequence[Letter], digests: Digesting) -> None:
+def _add_digests(
+    making: Mapping[int, dict[int, float]], transfers: Sequence[SliceTransfer], digests: Digesting
+) -> None:
     """Add what senders digest: of parts that several receivers keep, what the first of them gets."""
-    first: dict[tuple[str, Box, Box, str], Letter] = {}
-    for letter in sorted(letters, key=lambda letter: letter.receiver):
-        first.setdefault((letter.name, letter.made, letter.box, letter.dtype), letter)
-    for letter in first.values():
-        making[letter.sender][letter.piece.round] += letter.num_bytes / digests.rate + digests.part_seconds
-    for sender, number in {(letter.sender, letter.piece.round) for letter in first.values()}:
+    first: dict[tuple[str, Box, Box, str], SliceTransfer] = {}
+    for transfer in sorted(transfers, key=lambda transfer: transfer.receiver):
+        first.setdefault((transfer.name, transfer.made, transfer.box, transfer.dtype), transfer)
+    for transfer in first.values():
+        making[transfer.sender][transfer.piece.round] += transfer.num_bytes / digests.rate + digests.part_seconds
+    for sender, number in {(transfer.sender, transfer.piece.round) for transfer in first.values()}:
         making[sender][number] += digests.batch_seconds
 
 
@@ -261,17 +263,17 @@ class Simulation:
             self._await(receiver, number + 2)
 
 
-def seconds_of(letters: Sequence[Letter], way: Way, digests: Digesting | None = None) -> float:
-    """Return the seconds in which letters are made, sent and written; see `traffic_of`."""
-    return Simulation(traffic_of(letters, way, digests), way.sent).seconds()
+def seconds_of(transfers: Sequence[SliceTransfer], way: Transport, digests: Digesting | None = None) -> float:
+    """Return the seconds in which transfers are made, sent and written; see `traffic_of`."""
+    return Simulation(traffic_of(transfers, way, digests), way.sent).seconds()
 
 
-def by_layers(letters: Sequence[Letter]) -> list[Letter]:
-    """Return letters in prime-rl's rounds: what is in no layer, then one layer after the other."""
-    numbers = [1 + int(found[1]) if (found := LAYER.search(letter.name)) else 0 for letter in letters]
+def by_layers(transfers: Sequence[SliceTransfer]) -> list[SliceTransfer]:
+    """Return transfers in prime-rl's rounds: what is in no layer, then one layer after the other."""
+    numbers = [1 + int(found[1]) if (found := LAYER.search(transfer.name)) else 0 for transfer in transfers]
     return [
-        letter._replace(piece=letter.piece._replace(round=number))
-        for letter, number in zip(letters, numbers, strict=True)
+        transfer._replace(piece=transfer.piece._replace(round=number))
+        for transfer, number in zip(transfers, numbers, strict=True)
     ]
 
 
@@ -292,34 +294,34 @@ class PrimeRl:
     beside: float
 
 
-def prime_rl(hardware: Hardware, of_engine: Callable[[int], Sequence[Letter]]) -> PrimeRl:
+def prime_rl(hardware: Hardware, of_engine: Callable[[int], Sequence[SliceTransfer]]) -> PrimeRl:
     """Simulate prime-rl's update of 32 engine ranks; nothing of it is taken from what it is compared with.
 
     Args:
         hardware: An H200.
-        of_engine: Ranks of an engine -> letters to it.
+        of_engine: Ranks of an engine -> transfers to it.
     """
     way = of_prime_rl(hardware)
     beside = UPDATE_OF_16 - seconds_of(by_layers(of_engine(16)), way)
-    letters = by_layers(of_engine(32))
+    transfers = by_layers(of_engine(32))
     received = Counter[int]()
-    for letter in letters:
-        received[letter.receiver] += letter.num_bytes
-    return PrimeRl(most := max(received.values()), most / way.sent, seconds_of(letters, way) + beside, beside)
+    for transfer in transfers:
+        received[transfer.receiver] += transfer.num_bytes
+    return PrimeRl(most := max(received.values()), most / way.sent, seconds_of(transfers, way) + beside, beside)
 
 
-def proof_seconds(letters: Sequence[Letter], way: Way, digests: Digesting) -> float:
+def proof_seconds(transfers: Sequence[SliceTransfer], way: Transport, digests: Digesting) -> float:
     """Return the seconds that digests add to an update: to the senders' rounds, and at the engines when all is written.
 
     Args:
-        letters: Of an update.
+        transfers: Of an update.
         way: Which they take.
         digests: What they cost.
     """
     kept = defaultdict[int, float](float)
-    for letter in letters:
-        kept[letter.receiver] += letter.num_bytes / digests.rate
-    for receiver, _ in {(letter.receiver, letter.piece.part) for letter in letters}:
+    for transfer in transfers:
+        kept[transfer.receiver] += transfer.num_bytes / digests.rate
+    for receiver, _ in {(transfer.receiver, transfer.piece.part) for transfer in transfers}:
         kept[receiver] += digests.part_seconds
     at_engines = max(kept.values()) + digests.batch_seconds + digests.key_seconds
-    return seconds_of(letters, way, digests) + digests.key_seconds - seconds_of(letters, way) + at_engines
+    return seconds_of(transfers, way, digests) + digests.key_seconds - seconds_of(transfers, way) + at_engines

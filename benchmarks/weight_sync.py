@@ -47,13 +47,13 @@ from posttrain.weight_sync.publish import served_format
 from posttrain_weights import digest_triton
 from posttrain_weights.box import Box, whole_box
 from posttrain_weights.channel import CPU, Channel
-from posttrain_weights.delta import TOLD_BYTES, change, changes
+from posttrain_weights.delta import HEADER_BYTES, change, changes
 from posttrain_weights.digest import Digester, octets_of
 from posttrain_weights.messages import size_of
 from posttrain_weights.receiver import Receiver
 from posttrain_weights.sender import Sender
-from posttrain_weights.transfer_plan import HeldPart, Letter, plan_letters, spread
-from posttrain_weights.transport import Place, meet
+from posttrain_weights.transfer_plan import EngineSlice, SliceTransfer, plan_transfer, spread
+from posttrain_weights.transport import Place, rendezvous
 
 CONFIG_DIR = Path(__file__).parents[1] / "config"
 # Codes of an expert's projection of GLM-5, of which a message has as many as fill a round.
@@ -74,21 +74,24 @@ def main() -> None:
     config = resolve({"model": "glm5", "nodes": 16, "site": "local"}, CONFIG_DIR).config
     started = time.process_time()
     held, holders = layout_of(config, senders=128, stages=4, cut=4, receivers=64, engines=2)
-    letters = plan_letters(held, holders, update_bytes_at_once(config))
+    transfers = plan_transfer(held, holders, update_bytes_at_once(config))
     seconds = time.process_time() - started
-    total, most = totals(letters)
-    print(f"GLM-5, 128 to 128 ranks: {len(letters)} letters decided in {seconds:.1f} s, {total / GB:,.0f} GB, ", end="")
-    print(f"the busiest sends {most / GB:.1f} GB, {spread(letters, 128):.2f} of the mean")
+    total, most = totals(transfers)
+    print(
+        f"GLM-5, 128 to 128 ranks: {len(transfers)} transfers planned in {seconds:.1f} s, {total / GB:,.0f} GB, ",
+        end="",
+    )
+    print(f"the busiest sends {most / GB:.1f} GB, {spread(transfers, 128):.2f} of the mean")
     report("share of memcpy's rate of one sender and one receiver, over gloo", rate / copied, 0.1, at_least=True)
     report("the same over memory that both share", shared / copied, 0.2, at_least=True)
-    report("GB that an engine rank of GLM-5 gets, over what it keeps", received(letters, held), 1.05)
+    report("GB that an engine rank of GLM-5 gets, over what it keeps", received(transfers, held), 1.05)
     report("seconds in which a rank decides who sends what of GLM-5, once", seconds, 30)
     for dtype in (torch.float8_e4m3fn, torch.bfloat16):
         share, finding, writing = measure_changes(dtype)
         print(f"{dtype}, 2 % of it changed: found at {finding:.2f} GB/s, written at {writing:.2f} GB/s of the part")
         report(f"share of a part's bytes, {dtype}, 2 % of it changed", share, 0.1)
     show_prime_rl(found := simulate_prime_rl())
-    show_apart(config, letters, rate * GB, found.beside)
+    show_apart(config, transfers, rate * GB, found.beside)
 
 
 def quick() -> None:
@@ -97,8 +100,8 @@ def quick() -> None:
     report("share of a part's bytes, 2 % of it changed", share, 0.1)
     config = resolve({"model": "tiny", "site": "local"}, CONFIG_DIR).config
     held, holders = layout_of(config, senders=4, stages=1, cut=2, receivers=2)
-    letters = plan_letters(held, holders, update_bytes_at_once(config))
-    report("bytes that an engine rank of the demo gets, over what it keeps", received(letters, held), 1.05)
+    transfers = plan_transfer(held, holders, update_bytes_at_once(config))
+    report("bytes that an engine rank of the demo gets, over what it keeps", received(transfers, held), 1.05)
 
 
 def simulate_prime_rl() -> PrimeRl:
@@ -109,8 +112,8 @@ def simulate_prime_rl() -> PrimeRl:
     asked = {"model": "glm5.2", "nodes": 16, "site": "local", "set": "rollout.fp8=false"}
     config = resolve(asked, CONFIG_DIR).config
 
-    def of_engine(num_ranks: int) -> list[Letter]:
-        return plan_letters(*layout_of(config, senders=64, stages=1, cut=8, receivers=num_ranks), round_bytes=1 << 40)
+    def of_engine(num_ranks: int) -> list[SliceTransfer]:
+        return plan_transfer(*layout_of(config, senders=64, stages=1, cut=8, receivers=num_ranks), round_bytes=1 << 40)
 
     return prime_rl(config.hardware, of_engine)
 
@@ -130,12 +133,12 @@ def show_prime_rl(found: PrimeRl) -> None:
         report(f"prime-rl, {name}: simulated, off by", abs(ours / theirs - 1), 0.2)
 
 
-def show_apart(config: Config, letters: list[Letter], rate: float, beside: float) -> None:
+def show_apart(config: Config, transfers: list[SliceTransfer], rate: float, beside: float) -> None:
     """Print how long GLM-5's update takes on 16 nodes of a trainer and 16 of engines, and claims.
 
     Args:
         config: Of GLM-5.
-        letters: To two engines of 64 ranks.
+        transfers: To two engines of 64 ranks.
         rate: Through the host, measured.
         beside: Seconds that an update takes beside sending, prime-rl's.
     """
@@ -147,10 +150,10 @@ def show_apart(config: Config, letters: list[Letter], rate: float, beside: float
     engine = engine_of(config)
     ranks = engine.prefill_gpus or engine.num_gpus
     digests = digesting(config.hardware, *measure_host_of_digests(config))
-    proof = proof_seconds(letters, ways["from GPU to GPU"], digests)
+    proof = proof_seconds(transfers, ways["from GPU to GPU"], digests)
     token = prefill_seconds(engine, ranks, PROMPT_TOKENS) + decode_step_seconds(engine, ranks, PROMPT_TOKENS)
     print(f"GLM-5 on 16 + 16 nodes: {proof:.3f} s of digests, {token:.2f} s to a first token")
-    sent = {name: seconds_of(letters, way) for name, way in ways.items()}
+    sent = {name: seconds_of(transfers, way) for name, way in ways.items()}
     for name, seconds in sent.items():
         first = seconds + beside + proof + token
         print(f"    {name:40}{seconds:8.2f} + {beside:.2f} s; the first token after {first:.2f}")
@@ -237,13 +240,13 @@ def measure_changes(
         assert torch.equal(part.view(torch.uint8), bits)
     assert found is not None
     sizes = [size_of(1, piece.shape[1], piece.element_size()) for piece in found]
-    size = sum(sizes) + TOLD_BYTES
+    size = sum(sizes) + HEADER_BYTES
     return size / old.nbytes, statistics.median(finding), statistics.median(writing)
 
 
 def _send(place: str) -> list[float]:
     torch.set_num_threads(1)
-    channel = Channel(meet(place, 2, 60), 0, 2, 60)
+    channel = Channel(rendezvous(place, 2, 60), 0, 2, 60)
     sender = Sender(channel, {}, PARTS * ROWS * COLUMNS, [1])
     table = [[r, r * PARTS + p, 0, 0, ROWS, COLUMNS] for r in range(ROUNDS) for p in range(PARTS)]
     channel.send_table(torch.tensor(table), 1)
@@ -266,7 +269,7 @@ def _send(place: str) -> list[float]:
 def _receive(place: str, one_host: bool) -> None:
     torch.set_num_threads(1)
     own = Place.of(CPU)
-    channel = Channel(meet(place, 2, 60), 1, 2, 60, place=own if one_host else own._replace(host="another"))
+    channel = Channel(rendezvous(place, 2, 60), 1, 2, 60, place=own if one_host else own._replace(host="another"))
     receiver = Receiver(channel, [0])
     views = [*torch.zeros(ROUNDS * PARTS, ROWS, COLUMNS, dtype=torch.uint8)]
     for _ in range(REPEATS + 1):
@@ -279,7 +282,7 @@ Holders = dict[str, dict[Box, list[int]]]
 
 def layout_of(
     config: Config, senders: int, stages: int, cut: int, receivers: int, engines: int = 1
-) -> tuple[list[list[HeldPart]], Holders]:
+) -> tuple[list[list[EngineSlice]], Holders]:
     """Return what each engine rank keeps, and which trainer ranks have what.
 
     Args:
@@ -291,7 +294,7 @@ def layout_of(
         engines: All alike.
     """
     arch, served = config.model.architecture, served_format(config)
-    held: list[list[HeldPart]] = [[] for _ in range(receivers)]
+    held: list[list[EngineSlice]] = [[] for _ in range(receivers)]
     holders: Holders = {}
     of_stage, experts = senders // stages, arch.n_routed_experts
     for name, spec in expected_tensors(arch).items():
@@ -304,11 +307,11 @@ def layout_of(
             whole, dtype = whole_box(sent_spec.shape), DTYPES[sent_spec.dtype]
             if found := EXPERT.search(name):
                 number = int(found[1])
-                held[number * receivers // experts].append(HeldPart(sent, whole, dtype))
+                held[number * receivers // experts].append(EngineSlice(sent, whole, dtype))
                 holders[sent] = {whole: [first + number * of_stage // experts]}
                 continue
             for keeper in held:
-                keeper.append(HeldPart(sent, whole, dtype))
+                keeper.append(EngineSlice(sent, whole, dtype))
             num_cuts = cut if whole.rows > cut and whole.rows % cut == 0 else 1
             rows = whole.rows // num_cuts
             holders[sent] = {
@@ -320,19 +323,19 @@ def layout_of(
     return held * engines, holders
 
 
-def totals(letters: list[Letter]) -> tuple[int, int]:
+def totals(transfers: list[SliceTransfer]) -> tuple[int, int]:
     """Return bytes that are sent by all, and by the busiest."""
     sent: dict[int, int] = {}
-    for letter in letters:
-        sent[letter.sender] = sent.get(letter.sender, 0) + letter.num_bytes
+    for transfer in transfers:
+        sent[transfer.sender] = sent.get(transfer.sender, 0) + transfer.num_bytes
     return sum(sent.values()), max(sent.values())
 
 
-def received(letters: list[Letter], held: list[list[HeldPart]]) -> float:
+def received(transfers: list[SliceTransfer], held: list[list[EngineSlice]]) -> float:
     """Return what the ranks of an engine get, over what they keep; the worst of them."""
     got = [0] * len(held)
-    for letter in letters:
-        got[letter.receiver] += letter.num_bytes
+    for transfer in transfers:
+        got[transfer.receiver] += transfer.num_bytes
     sizes = {"float8_e4m3fn": 1, "bfloat16": 2, "float32": 4}
     kept = [sum(part.box.rows * part.box.columns * sizes[part.dtype] for part in parts) for parts in held]
     return max(g / k for g, k in zip(got, kept, strict=True))

@@ -16,7 +16,7 @@ from posttrain.artifacts import (
 from posttrain.checkpoint.staging.node_local import require_content
 from posttrain.cli import RESOLVED, command_line, run
 from posttrain.config.suites import HELD_OUT
-from posttrain.evaluation.heldout import read_exams
+from posttrain.evaluation.heldout import read_eval_tasks
 from posttrain.planner.sizing.evaluation import serving_config
 from posttrain.planner.sizing.precisions import precision_config
 from posttrain_serving.precision.precisions import ask, read_said, tokens_of, write_said
@@ -45,8 +45,8 @@ def main() -> None:
     if args.original:
         inputs["original"] = require_files(args.original.parent, receipt_of(args.original)).digest
         given = read_said(args.original)[0].samples
-    exams = read_exams(config, {HELD_OUT: args.dataset, **suites})
-    said = ask(config, args.precision, args.checkpoint, exams, args.output.with_suffix(".engines"), given)
+    eval_tasks = read_eval_tasks(config, {HELD_OUT: args.dataset, **suites})
+    said = ask(config, args.precision, args.checkpoint, eval_tasks, args.output.with_suffix(".engines"), given)
     receipt_of(args.output).unlink(missing_ok=True)  # of what was said before, file by file
     write_said(said, args.output, checkpoint.digest)
     files = record_files(args.output.parent, [args.output.name, tokens_of(args.output).name])

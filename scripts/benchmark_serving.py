@@ -12,9 +12,9 @@ from posttrain.cli import RESOLVED, command_line, run
 from posttrain.config.schema import Config
 from posttrain.data.chat import ChatTokenizer
 from posttrain.data.dataset import load_prompts
-from posttrain.engines.asked import right_engines
-from posttrain.engines.given import AskedEngines, engines_to_ask
+from posttrain.engines.engine_endpoints import EngineEndpoints, engines_to_ask
 from posttrain.engines.streaming import COMPLETIONS, GENERATE, Endpoint
+from posttrain.engines.verified_engines import verified_engines
 from posttrain.planner.sizing.evaluation import serving_config
 from posttrain_serving.benchmark.serving import Load, PromptOf
 from posttrain_serving.benchmark.serving_page import render_serving
@@ -62,13 +62,15 @@ def prompts_of(config: Config, checkpoint: Path, dataset: Path) -> PromptOf:
     return given_prompts([tokenizer.render(prompt.messages, prompt.tools) for prompt in rows], asked.seed)
 
 
-async def measure(config: Config, engines: AskedEngines, checkpoint: Path, prompts: PromptOf, record: Record) -> None:
+async def measure(
+    config: Config, engines: EngineEndpoints, checkpoint: Path, prompts: PromptOf, record: Record
+) -> None:
     """Wait for the engines, hold them against the canary, and measure what is missing."""
     asked, timeout = config.evaluation.serving, config.engine.request_timeout_seconds
     api = GENERATE if config.engine.kind == "embedded" else COMPLETIONS
     endpoints = [Endpoint(url, str(checkpoint), api, engines.secret) for url in engines.urls]
     load = Load(asked.output_tokens, asked.requests_per_client, asked.seed, asked.temperature, timeout)
-    async with right_engines(config, engines, checkpoint):
+    async with verified_engines(config, engines, checkpoint):
         await measure_table(record, endpoints, prompts, load)
 
 

@@ -25,14 +25,14 @@ from posttrain.artifacts import (
     record_files,
     require_files,
 )
-from posttrain.checkpoint.parts.filling import clear
+from posttrain.checkpoint.parts.fill_folder import clear
 from posttrain.checkpoint.parts.steps import FOLDER, SOURCE, make_folder
 from posttrain.checkpoint.quantization.coverage import STATE_FOLDER, describe_coverage
 from posttrain.cli import RESOLVED, command_line, run
 from posttrain.config.derived import calibrating, calibration_passes, calibration_settings
-from posttrain.launch.short_gang import ShortGang
+from posttrain.launch.oneshot_job import OneshotJob
 from posttrain.launch.site import is_waiting_pod, rendezvous_path
-from posttrain.launch.waiting_pod import lend_this_pod
+from posttrain.launch.worker_pod import lend_this_pod
 
 
 def main() -> None:
@@ -61,7 +61,7 @@ def main() -> None:
             "--folder": [partial],
         }
         ranks = dataclasses.replace(args.resolved, config=calibrating(config))
-        with ShortGang.of_this_job(ranks, args.log_folder) as gang:
+        with OneshotJob.of_this_job(ranks, args.log_folder) as gang:
             gang.run_ranks([str(word) for key, words in command.items() for word in (key, *words)])
         names = [*(f"{name}.safetensors" for name in calibration_passes(config)), COVERAGE_NAME]
         shutil.rmtree(partial / STATE_FOLDER, ignore_errors=True)

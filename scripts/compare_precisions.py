@@ -15,8 +15,8 @@ from posttrain.config.deployment import ORIGINAL
 from posttrain.config.schema import Config
 from posttrain.errors import CheckpointError
 from posttrain_serving.precision.deployment import Measured, lost_points, table_of, verdict
-from posttrain_serving.precision.divergence import Spoken, divergence, truncated_divergence
-from posttrain_serving.precision.precisions import NUM_LIKELIEST, Said, read_said
+from posttrain_serving.precision.divergence import CheckpointLogprobs, divergence, truncated_divergence
+from posttrain_serving.precision.precisions import NUM_LIKELIEST, EngineLogprobs, read_said
 
 
 def main() -> None:
@@ -31,7 +31,7 @@ def main() -> None:
     )
     config: Config = args.resolved.config
     receipts = [args.original_receipt, *map(receipt_of, args.checkpoints[1:])]
-    said, folders, digests = list[Said](), dict[str, Path](), dict[str, str]()
+    said, folders, digests = list[EngineLogprobs](), dict[str, Path](), dict[str, str]()
     for folder, receipt, path in zip(args.checkpoints, receipts, args.said, strict=True):
         digest = require_content(folder, receipt, config.stage.workers).digest
         require_files(path.parent, receipt_of(path))
@@ -57,21 +57,21 @@ def main() -> None:
     write_json(args.output, {"deploy": best, "because": sentence, "precisions": compared})
 
 
-def compare(said: Sequence[Said], folders: Mapping[str, Path]) -> list[Measured]:
+def compare(said: Sequence[EngineLogprobs], folders: Mapping[str, Path]) -> list[Measured]:
     """Return a row for each precision, the original's first."""
     import torch
 
     first, rows = said[0], []
     assert first.precision == ORIGINAL, first.precision
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    original = Spoken(folders[ORIGINAL], first.samples, device)
+    original = CheckpointLogprobs(folders[ORIGINAL], first.samples, device)
     for one in said:
         passed = [ok for responses in one.passed.values() for _, ok in responses]
         far = engines = None
         if one is not first:
             if one.samples != first.samples:
                 raise CheckpointError(f"{one.precision} and {ORIGINAL} were asked of other responses: ask both again")
-            far = divergence(original, Spoken(folders[one.precision], first.samples, device))
+            far = divergence(original, CheckpointLogprobs(folders[one.precision], first.samples, device))
             engines = truncated_divergence(first.likeliest, one.likeliest)
         lost = lost_points(first.passed, one.passed)
         rate, cost = sum(passed) / len(passed), (one.engine_gib, one.tokens_per_second)

@@ -19,7 +19,7 @@ from posttrain.artifacts import (
 from posttrain.checkpoint.staging.node_local import require_content
 from posttrain.cli import RESOLVED, command_line, run
 from posttrain.config.suites import HELD_OUT
-from posttrain.evaluation.heldout import evaluate_checkpoint, read_exams
+from posttrain.evaluation.heldout import evaluate_checkpoint, read_eval_tasks
 from posttrain.planner.sizing.evaluation import serving_config
 
 
@@ -40,10 +40,10 @@ def main() -> None:
     checkpoint = require_content(args.checkpoint, args.checkpoint_receipt, config.stage.workers)
     dataset = require_files(args.dataset, args.dataset_receipt)
     suites = suite_folders(config)
-    exams = read_exams(config, {HELD_OUT: args.dataset, **suites})
+    eval_tasks = read_eval_tasks(config, {HELD_OUT: args.dataset, **suites})
     receipts = {f"suite {name}": require_files(folder, receipt_of(folder)) for name, folder in suites.items()}
     log_folder = args.output.parent / f"{args.when}.engines"
-    results = evaluate_checkpoint(config, args.checkpoint, exams, log_folder)
+    results = evaluate_checkpoint(config, args.checkpoint, eval_tasks, log_folder)
     inputs = {"checkpoint": checkpoint.digest, "dataset": dataset.digest}
     inputs |= {name: receipt.digest for name, receipt in receipts.items()}
     heldout, of_suites = results[HELD_OUT], {name: results[name] for name in suites}

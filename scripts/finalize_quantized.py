@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from posttrain.artifacts.recodings import recoding_of
-from posttrain.checkpoint.parts.recoded_folder import RecodedFolder
+from posttrain.artifacts.weight_formats import recoding_of
+from posttrain.checkpoint.parts.converted_folder import RecodedFolder
 from posttrain.checkpoint.parts.steps import CALIBRATION, JOIN, SOURCE, join_parts, source_of
 from posttrain.checkpoint.quantization.quantize import open_recoding
 from posttrain.cli import RESOLVED, command_line, run

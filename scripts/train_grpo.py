@@ -28,7 +28,7 @@ from posttrain.config.load import load_resolved
 from posttrain.launch.job import TrainingJob
 from posttrain.launch.site import find_nodes, is_waiting_pod, rendezvous_path
 from posttrain.launch.supervisor import supervise
-from posttrain.launch.waiting_pod import lend_this_pod
+from posttrain.launch.worker_pod import lend_this_pod
 from posttrain.observability.provenance import record_run
 from posttrain.preflight.machine import check_open_files
 from posttrain.preflight.report import raise_problems

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from posttrain.artifacts import require_files, write_json
-from posttrain.artifacts.sharing import shared
+from posttrain.artifacts.group_permissions import shared
 from posttrain.checkpoint.quantization.quantization_report import verify_weights
 from posttrain.cli import command_line, run
 

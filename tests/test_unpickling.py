@@ -36,7 +36,7 @@ from posttrain.data.dataset import load_prompts
 from posttrain.engines.tensor_payload import PayloadError, deserialize_bucket
 from posttrain.errors import CheckpointError, ConfigError
 from posttrain.observability.sinks import read_rows
-from posttrain.rollout.persisted import RolloutStore
+from posttrain.rollout.rollout_store import RolloutStore
 from posttrain.training.checkpoints import check_sizes
 
 ROOT = Path(__file__).parents[1]
@@ -70,7 +70,7 @@ PLACES = {
     ),
     ("engines/embedded/model.py", "model_class.config_class.from_pretrained"): "JSON",
     ("data/chat.py", "AutoTokenizer.from_pretrained"): "trust_remote_code is off",
-    ("launch/greeting.py", "connection.recv"): "bytes of a socket",
+    ("launch/handshake.py", "connection.recv"): "bytes of a socket",
     ("posttrain_weights/channel.py", "self._group.recv"): "bytes into a tensor",
     ("posttrain_weights/channel.py", "group.recv"): "the same",
     ("reward/worker.py", "pickle.loads"): "what the parent packed for this child",

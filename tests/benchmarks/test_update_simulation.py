@@ -9,7 +9,7 @@ from benchmarks.update_simulation import (
     Digesting,
     Simulation,
     Traffic,
-    Way,
+    Transport,
     between_gpus,
     by_layers,
     proof_seconds,
@@ -20,9 +20,9 @@ from benchmarks.weight_sync import kernels_of_a_part, layout_of
 
 from posttrain.planner.resolve import resolve
 from posttrain.planner.sizing.model_size import model_weights
-from posttrain_weights.transfer_plan import plan_letters
+from posttrain_weights.transfer_plan import plan_transfer
 
-SLOW = Way(made=1e9, packed=1e9, sent=1e6, written=1e9)
+SLOW = Transport(made=1e9, packed=1e9, sent=1e6, written=1e9)
 
 
 def traffic(messages, making=0.0, writing=0.0):
@@ -37,10 +37,10 @@ def traffic(messages, making=0.0, writing=0.0):
 
 
 @pytest.fixture(scope="module")
-def letters():
+def transfers():
     config = resolve({"model": "tiny", "site": "local"}, Path("config")).config
     held, holders = layout_of(config, senders=4, stages=2, cut=2, receivers=2, engines=2)
-    return plan_letters(held, holders, 1 << 14)
+    return plan_transfer(held, holders, 1 << 14)
 
 
 @pytest.mark.parametrize(
@@ -86,30 +86,30 @@ def test_a_sender_waits_until_a_round_has_arrived_everywhere():
     assert Simulation(Traffic(late, of.writing, of.messages, 2), 1).seconds() == 7 + 4
 
 
-def test_letters_take_as_long_as_the_busiest_link_at_least(letters):
+def test_letters_take_as_long_as_the_busiest_link_at_least(transfers):
     sent, came = defaultdict(int), defaultdict(int)
-    for letter in letters:
-        sent[letter.sender] += letter.num_bytes
-        came[letter.receiver] += letter.num_bytes
+    for transfer in transfers:
+        sent[transfer.sender] += transfer.num_bytes
+        came[transfer.receiver] += transfer.num_bytes
     least, most = max(*sent.values(), *came.values()) / SLOW.sent, sum(sent.values()) / SLOW.sent
-    assert least <= seconds_of(letters, SLOW) < most
-    assert seconds_of(letters, SLOW) > 2 * seconds_of(letters, Way(1e9, 1e9, 4e6, 1e9))
+    assert least <= seconds_of(transfers, SLOW) < most
+    assert seconds_of(transfers, SLOW) > 2 * seconds_of(transfers, Transport(1e9, 1e9, 4e6, 1e9))
 
 
-def test_a_part_is_made_once_and_packed_for_each_receiver(letters):
-    making = traffic_of(letters, Way(1.0, 2.0, 1.0, 4.0, part_seconds=1000.0, make_seconds=10_000.0))
-    parts = {(letter.sender, letter.name, letter.made): letter for letter in letters}
-    made = sum(letter.made.rows * letter.made.columns for letter in parts.values())
+def test_a_part_is_made_once_and_packed_for_each_receiver(transfers):
+    making = traffic_of(transfers, Transport(1.0, 2.0, 1.0, 4.0, part_seconds=1000.0, make_seconds=10_000.0))
+    parts = {(transfer.sender, transfer.name, transfer.made): transfer for transfer in transfers}
+    made = sum(transfer.made.rows * transfer.made.columns for transfer in parts.values())
     total, sent = (sum(sum(of.values()) for of in side.values()) for side in (making.making, making.writing))
-    in_all = sum(letter.num_bytes for letter in letters)
-    assert sent == pytest.approx(in_all / 4 + 1000 * len(letters))
-    rest = total - in_all / 2 - 1000 * len(letters) - 10_000 * len(parts)
+    in_all = sum(transfer.num_bytes for transfer in transfers)
+    assert sent == pytest.approx(in_all / 4 + 1000 * len(transfers))
+    rest = total - in_all / 2 - 1000 * len(transfers) - 10_000 * len(parts)
     assert made <= rest <= 4 * made + 16 * len(parts)
-    assert len(parts) < len(letters)
+    assert len(parts) < len(transfers)
 
 
-def test_prime_rls_rounds_are_layers(letters):
-    rounds = {letter.name: letter.piece.round for letter in by_layers(letters)}
+def test_prime_rls_rounds_are_layers(transfers):
+    rounds = {transfer.name: transfer.piece.round for transfer in by_layers(transfers)}
     assert rounds["lm_head.weight"] == rounds["model.embed_tokens.weight"] == 0
     assert rounds["model.layers.1.input_layernorm.weight"] == 2
 
@@ -122,22 +122,22 @@ def test_bytes_of_glm5_2_are_those_that_were_published():
     assert kept == pytest.approx(BYTES, rel=1e-5)
 
 
-def test_each_part_is_digested_once_by_who_sends_it_and_by_who_keeps_it(letters):
+def test_each_part_is_digested_once_by_who_sends_it_and_by_who_keeps_it(transfers):
     of_bytes, of_parts = (Digesting(rate, 0.0, seconds, 0.0) for rate, seconds in ((1.0, 0.0), (float("inf"), 1.0)))
-    parts = {(letter.name, letter.made, letter.box, letter.dtype): letter for letter in letters}
-    assert 0 < len(parts) < len(letters)
+    parts = {(transfer.name, transfer.made, transfer.box, transfer.dtype): transfer for transfer in transfers}
+    assert 0 < len(parts) < len(transfers)
     making = [
-        sum(sum(of.values()) for of in traffic_of(letters, SLOW, digests).making.values())
+        sum(sum(of.values()) for of in traffic_of(transfers, SLOW, digests).making.values())
         for digests in (of_bytes, of_parts, None)
     ]
-    assert making[0] - making[2] == pytest.approx(sum(letter.num_bytes for letter in parts.values()))
+    assert making[0] - making[2] == pytest.approx(sum(transfer.num_bytes for transfer in parts.values()))
     assert making[1] - making[2] == pytest.approx(len(parts))
     kept = defaultdict(int)
-    for letter in letters:
-        kept[letter.receiver] += letter.num_bytes
-    fast = Way(1e30, 1e30, 1e30, 1e30)
-    assert max(kept.values()) < proof_seconds(letters, fast, of_bytes) <= max(kept.values()) + making[0]
-    assert proof_seconds(letters, fast, Digesting(float("inf"), 0.0, 0.0, 0.5)) == pytest.approx(1), "on both sides"
+    for transfer in transfers:
+        kept[transfer.receiver] += transfer.num_bytes
+    fast = Transport(1e30, 1e30, 1e30, 1e30)
+    assert max(kept.values()) < proof_seconds(transfers, fast, of_bytes) <= max(kept.values()) + making[0]
+    assert proof_seconds(transfers, fast, Digesting(float("inf"), 0.0, 0.0, 0.5)) == pytest.approx(1), "on both sides"
 
 
 def test_kernels_and_the_network_are_counted():

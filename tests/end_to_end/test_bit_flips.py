@@ -16,7 +16,7 @@ from tests.support.fault_record import FaultRecord
 from tests.support.workflow_runs import ROOT, WorkflowFolder
 
 from posttrain.artifacts import Paths
-from posttrain.checkpoint.canary import CANARY_NAME
+from posttrain.checkpoint.reference_logprobs import CANARY_NAME
 from posttrain.checkpoint.verification import find_uncovered, verify
 from posttrain.planner.resolve import resolve
 

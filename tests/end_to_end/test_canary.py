@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tests.support.served_in_foreground import EMBEDDED, serve, serving
 from tests.support.workflow_runs import WorkflowFolder
 
-from posttrain.checkpoint.canary import CANARY_NAME, read_canary
+from posttrain.checkpoint.reference_logprobs import CANARY_NAME, read_reference_logprobs
 from posttrain.data.chat import ChatTokenizer, stop_token_ids
 from posttrain.engines.ports import choose_free_ports
 
@@ -37,7 +37,7 @@ def copied(export: Path, folder: Path) -> Path:
 def test_the_export_has_what_the_trainer_said_and_what_its_origin_renders(undisturbed: WorkflowFolder) -> None:
     export = undisturbed.run_folder / "hf"
     (origin,) = undisturbed.store.glob("tiny/*/hf")
-    canary = read_canary(export)
+    canary = read_reference_logprobs(export)
     assert canary is not None
     assert canary.trainer == "fp32"
     assert len({prompt.prompt_tokens[-8] for prompt in canary.prompts} | {*map(str, canary.prompts)}) >= 4

@@ -28,7 +28,7 @@ from tests.support.workflow_runs import FAST, WorkflowFolder
 
 from posttrain.config.schema import Architecture
 from posttrain.processes import GRACE_SECONDS, ORPHAN_SECONDS
-from posttrain.rollout.persisted import RolloutStore
+from posttrain.rollout.rollout_store import RolloutStore
 
 ARCHITECTURE = dataclasses.replace(TINY_DEEPSEEK, rms_norm_eps=1e-6, num_nextn_predict_layers=0)
 ARCHITECTURES = {

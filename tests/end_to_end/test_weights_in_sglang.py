@@ -92,7 +92,7 @@ def served(folder: Path, kind: str, num_ranks: int, monkeypatch: pytest.MonkeyPa
     from posttrain.megatron_backend.model import build_policy
     from posttrain.megatron_backend.served_values import ServedValues
     from posttrain.megatron_backend.weights import HubWeights
-    from posttrain.weight_sync.engine_layout import Holdings
+    from posttrain.weight_sync.engine_layout import EngineShards
     from posttrain.weight_sync.proof import WeightProof
     from posttrain.weight_sync.publish import WeightPublisher
     from posttrain.weight_sync.sharded import ShardedTransfer
@@ -112,10 +112,10 @@ def served(folder: Path, kind: str, num_ranks: int, monkeypatch: pytest.MonkeyPa
         try:
             runner.run(client.wait_ready(240, lambda: check_all_alive(engines)))
             values = ServedValues(weights, None)
-            holdings = Holdings(values, client, runner)
-            proof = WeightProof(holdings, engines[0].secret)
-            publisher = WeightPublisher(config, holdings, folder / "none", model, proof)
-            publisher._sharded = ShardedTransfer(config, holdings, round_bytes=1 << 15)  # several rounds
+            engine_shards = EngineShards(values, client, runner)
+            proof = WeightProof(engine_shards, engines[0].secret)
+            publisher = WeightPublisher(config, engine_shards, folder / "none", model, proof)
+            publisher._sharded = ShardedTransfer(config, engine_shards, round_bytes=1 << 15)  # several rounds
             yield Served(weights, publisher, proof, client, runner)
         finally:
             runner.run(client.__aexit__(None, None, None))

@@ -22,21 +22,21 @@ from tests.support.sglang_environment import PYTHON, require_sglang
 from tests.support.tiny_checkpoint import TINY_DEEPSEEK, TINY_GLM4_MOE, TINY_QWEN3
 from tests.support.whole_weights import WholeWeights, alone
 
-from posttrain.checkpoint.canary import Canary, CanaryPrompt
+from posttrain.checkpoint.reference_logprobs import ReferenceLogprobs, ReferencePrompt
 from posttrain.config.schema import Config
 from posttrain.data.chat import ChatTokenizer
-from posttrain.engines.canary import Held, hold
 from posttrain.engines.client import EngineClient
 from posttrain.engines.embedded.model import load_model
 from posttrain.engines.embedded.weights import views_by_hub_name
 from posttrain.engines.launch_command import render_engine_command
 from posttrain.engines.ports import choose_free_ports
 from posttrain.engines.process import check_all_alive, started_engines
+from posttrain.engines.reference_logprobs import Held, hold
 from posttrain.engines.secret import new_secret
 from posttrain.errors import ConfigError
 from posttrain.planner.resolve import resolve
 from posttrain.planner.sizing.phases import ENGINE_CACHE, ENGINE_WEIGHTS
-from posttrain_weights.transport import Way
+from posttrain_weights.transport import Transport
 
 pytestmark = [pytest.mark.slow, pytest.mark.sglang]
 # Where the GPU image has SGLang.
@@ -73,7 +73,7 @@ class Served:
     url: str
     secret: str
 
-    def held_against(self, canary: Canary) -> Held:
+    def held_against(self, canary: ReferenceLogprobs) -> Held:
         return self.runner.run(hold(self.url, self.secret, canary, "bf16", 60.0))
 
 
@@ -94,7 +94,7 @@ def configured(kind: str, device: str) -> Config:
 @contextmanager
 def served(folder: Path, kind: str, device: str) -> Iterator[Served]:
     from posttrain.megatron_backend.served_values import ServedValues
-    from posttrain.weight_sync.engine_layout import Holdings
+    from posttrain.weight_sync.engine_layout import EngineShards
     from posttrain.weight_sync.proof import WeightProof
     from posttrain.weight_sync.publish import WeightPublisher
     from posttrain.weight_sync.sharded import ShardedTransfer
@@ -109,10 +109,10 @@ def served(folder: Path, kind: str, device: str) -> Iterator[Served]:
         runner.run(client.__aenter__())
         try:
             runner.run(client.wait_ready(READY_SECONDS, lambda: check_all_alive(engines)))
-            holdings = Holdings(ServedValues(weights, None), client, runner)
-            proof = WeightProof(holdings, engines[0].secret)
-            publisher = WeightPublisher(config, holdings, folder / "none", model, proof)
-            publisher._sharded = ShardedTransfer(config, holdings, round_bytes=1 << 20)  # several rounds
+            engine_shards = EngineShards(ServedValues(weights, None), client, runner)
+            proof = WeightProof(engine_shards, engines[0].secret)
+            publisher = WeightPublisher(config, engine_shards, folder / "none", model, proof)
+            publisher._sharded = ShardedTransfer(config, engine_shards, round_bytes=1 << 20)  # several rounds
             made = (weights, publisher, proof, client, runner, command.url, engines[0].secret)
             yield Served(model, device, *made)
         finally:
@@ -120,7 +120,7 @@ def served(folder: Path, kind: str, device: str) -> Iterator[Served]:
 
 
 @torch.inference_mode()
-def canary_of(run: Served) -> Canary:
+def canary_of(run: Served) -> ReferenceLogprobs:
     """Return what transformers says with the weights, in FP32 on the same device: greedy text, and how likely it is."""
     model = load_model(run.folder, torch.float32).model.to(run.device).eval()
     for name, view in views_by_hub_name(model.state_dict()).items():
@@ -130,8 +130,8 @@ def canary_of(run: Served) -> Canary:
     for content in CONVERSATIONS:
         messages = [{"role": "user", "content": content}]
         tokens = list(chat.render(messages, None))
-        prompts.append(CanaryPrompt(messages, None, tokens, *greedy(model, tokens, run.device)))
-    return Canary("fp32", {}, prompts)
+        prompts.append(ReferencePrompt(messages, None, tokens, *greedy(model, tokens, run.device)))
+    return ReferenceLogprobs("fp32", {}, prompts)
 
 
 def greedy(model: torch.nn.Module, prompt: Sequence[int], device: str) -> tuple[list[int], list[float]]:
@@ -157,7 +157,7 @@ def test_an_engine_says_and_holds_what_the_trainer_has(tmp_path: Path, kind: str
         with pytest.raises(ConfigError, match="dummy weights"):
             run.held_against(learned)
         run.publisher.publish(1)  # and every digest agrees
-        assert run.publisher._sharded._channel.ways.way(0, 1) is Way.SHARED
+        assert run.publisher._sharded._channel.ways.way(0, 1) is Transport.SHARED
         print(kind, device, run.held_against(learned))
         run.weights.disturb(2)
         run.publisher.publish(2)

@@ -15,9 +15,9 @@ from posttrain.planner.sizing.activations_cuda import WORKSPACE_BYTES, Moment, _
 from posttrain.planner.sizing.assumptions import ASSUMPTIONS
 from posttrain.planner.sizing.memory import GIB
 from posttrain.planner.sizing.memory_phases import phase_memory
-from posttrain_rehearsal.drawn import rehearsed_row
-from posttrain_rehearsal.members import shallow
 from posttrain_rehearsal.outcome import UNSEEN
+from posttrain_rehearsal.rank_subset import shallow
+from posttrain_rehearsal.sampled_shapes import rehearsed_row
 
 CONFIG = Path(__file__).parents[2] / "config"
 # What a rank of a stage held at most in the second step of a rehearsal, GiB.

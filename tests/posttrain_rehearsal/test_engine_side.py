@@ -20,8 +20,8 @@ from posttrain_rehearsal.engine_side import (
     rehearse_engines,
     sent_tensors,
 )
-from posttrain_rehearsal.members import shallow
 from posttrain_rehearsal.outcome import outcome, render
+from posttrain_rehearsal.rank_subset import shallow
 from posttrain_rehearsal.traces import Trace
 
 Resolve = Callable[..., Resolved]

@@ -10,7 +10,7 @@ from tests.support.rehearsals import hold_against_plan, rehearsed
 from tests.support.workflow_runs import ROOT
 
 from posttrain.planner.resolve import resolve
-from posttrain_rehearsal.members import members
+from posttrain_rehearsal.rank_subset import members
 
 # A few parameters on one node: rehearsed at every change, where the environment is there.
 FAST = ("qwen3_0.6b_1", "tiny_1")

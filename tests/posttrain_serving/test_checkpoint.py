@@ -13,7 +13,7 @@ from posttrain.planner.flags.flag import as_mapping
 from posttrain.planner.resolve import resolve
 from posttrain_serving.checkpoint import find_checkpoint, of_run, served_name
 from posttrain_serving.launch import plan_launch
-from posttrain_serving.wish import Wish
+from posttrain_serving.serve_request import ServeRequest
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_the_revision_that_a_models_file_pins_is_served() -> None:
     assert len(pinned) == 40
     for what in ("qwen3_4b", "Qwen/Qwen3-4B"):
         for engine in ("sglang", "vllm"):
-            found = plan_launch(Wish(engine), checkpoint(what), machine("h100"))
+            found = plan_launch(ServeRequest(engine), checkpoint(what), machine("h100"))
             assert as_mapping(found.processes[0].flags)["--revision"] == pinned
     # The same weights in another precision are another repository.
     assert [checkpoint(what).revision for what in ("zai-org/GLM-5-FP8", "Qwen/Qwen3-4B-FP8")] == ["", ""]
@@ -124,7 +124,7 @@ def test_the_quantisation_that_a_run_declares_is_what_sglang_is_told() -> None:
     for strategy in ("block", "channel"):
         words = {"model": "qwen3_4b", "site": "local", "set": f"quantize.strategy={strategy}"}
         found = of_run(resolve(words, CONFIG_DIR), "fp8")
-        flags = plan_launch(Wish(), found, machine("h100")).processes[0].flags
+        flags = plan_launch(ServeRequest(), found, machine("h100")).processes[0].flags
         told[strategy] = as_mapping(flags)["--quantization"]
     assert told == {"block": "fp8", "channel": "compressed-tensors"}
 

@@ -36,18 +36,18 @@ from tests.support.vllm_environment import require_vllm, run_in_vllm
 from tests.support.workflow_runs import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from posttrain.checkpoint.canary import Canary, CanaryPrompt, write_canary
-from posttrain.checkpoint.parts.recoded_folder import RecodedFolder
+from posttrain.checkpoint.parts.converted_folder import RecodedFolder
 from posttrain.checkpoint.quantization.dequantize import QuantizedCheckpoint
 from posttrain.checkpoint.quantization.quantize import Quantization
+from posttrain.checkpoint.reference_logprobs import ReferenceLogprobs, ReferencePrompt, write_reference_logprobs
 from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
 from posttrain.config.schema import Architecture
 from posttrain.data.chat import ChatTokenizer
-from posttrain.engines.canary import hold
+from posttrain.engines.reference_logprobs import hold
 from posttrain.engines.responses import GenerateResult
 from posttrain.engines.secret import ENGINES_VARIABLE, SECRET_VARIABLE
 from posttrain.errors import ConfigError
-from posttrain.evaluation.heldout import Exam, GradedResponse, answer_exams, grade_responses
+from posttrain.evaluation.heldout import EvalTask, GradedResponse, answer_eval_tasks, grade_responses
 from posttrain.planner.resolve import resolve
 from posttrain.reward.graders import GraderPool
 from posttrain.types import Prompt
@@ -183,17 +183,17 @@ def test_scores_differ_on_ties_alone(
         )
         for number, text in enumerate(learned.texts)
     ]
-    exam = Exam("small", config, prompts)
+    eval_task = EvalTask("small", config, prompts)
     with ENGINES[engine](learned, tmp_path) as (url, name):
         if engine == "vllm":  # which has no /generate
             results = [asyncio.run(answered(url, name, text)) for text in learned.texts]
-            found = graded(exam, learned.folder, results)
+            found = graded(eval_task, learned.folder, results)
         else:
             monkeypatch.setenv(ENGINES_VARIABLE, url)
             monkeypatch.setenv(SECRET_VARIABLE, SECRET)
-            one = answer_exams(config, learned.folder, [exam], tmp_path)["small"]
+            one = answer_eval_tasks(config, learned.folder, [eval_task], tmp_path)["small"]
             results, found = [*one.results], [*one.graded]
-    expected = graded(exam, learned.folder, [said(text) for text in learned.texts])
+    expected = graded(eval_task, learned.folder, [said(text) for text in learned.texts])
     assert [response.passes for response in expected] == [bool(number % 2) for number in range(NUM_PROMPTS)]
     differing = [n for n, (one, other) in enumerate(zip(expected, found, strict=True)) if one.passes != other.passes]
     print(f"{engine}, {learned.folder.name}: scores differ on {differing or 'no question'} of {NUM_PROMPTS}")
@@ -204,9 +204,9 @@ def test_scores_differ_on_ties_alone(
         assert min(text.margins[: apart + 1]) < TIE_NATS
 
 
-def graded(exam: Exam, folder: Path, results: list[GenerateResult]) -> list[GradedResponse]:
-    with GraderPool.of(exam.config) as graders:
-        return asyncio.run(grade_responses(exam, ChatTokenizer(folder), graders, results))
+def graded(eval_task: EvalTask, folder: Path, results: list[GenerateResult]) -> list[GradedResponse]:
+    with GraderPool.of(eval_task.config) as graders:
+        return asyncio.run(grade_responses(eval_task, ChatTokenizer(folder), graders, results))
 
 
 def said(text: Text) -> GenerateResult:
@@ -237,7 +237,7 @@ def test_vllm_is_asked_the_canary(learned: Learned, tmp_path: Path) -> None:
             told_folder = tmp_path / f"ends-with-{code}"
             told_folder.mkdir()
             shutil.copy(learned.folder / "config.json", told_folder)
-            write_canary(told_folder, canary)
+            write_reference_logprobs(told_folder, canary)
             words = [url, "--model", name, "--checkpoint", told_folder.name, *SHORT_BENCHMARK]
             command = [sys.executable, "-m", "posttrain", "benchmark", *words]
             ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
@@ -296,11 +296,11 @@ def test_vllms_kernel_for_positions_on_cpus_knows_no_heads() -> None:
     assert with_heads > 0.1
 
 
-def canary_of(texts: Sequence[Text]) -> Canary:
+def canary_of(texts: Sequence[Text]) -> ReferenceLogprobs:
     """Return a canary of which transformers is the trainer."""
     tokenizer = make_tokenizer(256)
     prompts = [
-        CanaryPrompt(
+        ReferencePrompt(
             [{"role": "user", "content": tokenizer.decode(text.prompt)}],
             None,
             text.prompt,
@@ -309,4 +309,4 @@ def canary_of(texts: Sequence[Text]) -> Canary:
         )
         for text in texts
     ]
-    return Canary("fp32", {}, prompts)
+    return ReferenceLogprobs("fp32", {}, prompts)

@@ -8,18 +8,18 @@ from tests.support.serving_cases import all_hardware, checkpoint, machine
 from posttrain.errors import ConfigError
 from posttrain.planner.sizing.engine import serving_gib_per_gpu
 from posttrain_serving.fit import Size, choose_size
-from posttrain_serving.wish import Wish
+from posttrain_serving.serve_request import ServeRequest
 
 
-def size(what: str, hardware: str, precision: str, **wish: object) -> Size:
+def size(what: str, hardware: str, precision: str, **serve_request: object) -> Size:
     found = checkpoint(what, precision if what == "glm5" else "")
     config = machine(hardware)
     config = replace(config, model=replace(config.model, name=found.name, architecture=found.architecture))
-    return choose_size(Wish.of(wish), precision, config, all_hardware())
+    return choose_size(ServeRequest.of(serve_request), precision, config, all_hardware())
 
 
 @pytest.mark.parametrize(
-    ("what", "hardware", "precision", "wish", "expected"),
+    ("what", "hardware", "precision", "serve_request", "expected"),
     [
         ("glm5", "b200", "nvfp4", {"engine": "vllm"}, (4, 1)),
         ("glm5", "rtx_pro_6000", "nvfp4", {}, (8, 1)),
@@ -35,13 +35,13 @@ def size(what: str, hardware: str, precision: str, **wish: object) -> Size:
         ("qwen3_30b_a3b", "h100", "bf16", {}, (1, 1)),
     ],
 )
-def test_the_smallest_that_fits(what, hardware, precision, wish, expected):
-    found = size(what, hardware, precision, **wish)
+def test_the_smallest_that_fits(what, hardware, precision, serve_request, expected):
+    found = size(what, hardware, precision, **serve_request)
     assert (found.num_gpus, found.nodes) == expected
 
 
 @pytest.mark.parametrize(
-    ("hardware", "precision", "wish", "nearest"),
+    ("hardware", "precision", "serve_request", "nearest"),
     [
         ("h100", "bf16", {"nodes": 1}, "--nodes 4 (32 GPUs); --hardware mi300x"),
         ("h100", "fp8", {"nodes": 1}, "--nodes 2 (16 GPUs); --hardware h200"),
@@ -51,9 +51,9 @@ def test_the_smallest_that_fits(what, hardware, precision, wish, expected):
         ("h100", "bf16", {"engine": "embedded"}, "--engine sglang (32 GPUs)"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_the_nearest_that_does(hardware, precision, wish, nearest):
+def test_what_does_not_fit_is_refused_with_the_nearest_that_does(hardware, precision, serve_request, nearest):
     with pytest.raises(ConfigError) as refused:
-        size("glm5", hardware, precision, **wish)
+        size("glm5", hardware, precision, **serve_request)
     (problem,) = refused.value.problems
     assert problem.remedy.startswith(nearest)
     assert "at most" in problem.allowed

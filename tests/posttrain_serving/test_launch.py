@@ -12,7 +12,7 @@ from posttrain.planner.flags.sglang_flags import sglang_flags
 from posttrain.planner.resolve import resolve
 from posttrain_serving.flags.serving_flags import INDEX_CACHE, RENAMED, serving_flags
 from posttrain_serving.launch import Launch, engine_config
-from posttrain_serving.wish import Wish
+from posttrain_serving.serve_request import ServeRequest
 
 # Short spellings of the seeds that SGLang still takes, and what was renamed.
 SHORT = {"--tp": "--tp-size", "--ep": "--ep-size", "--model": "--model-path"}
@@ -217,7 +217,7 @@ def test_renamed_flags_are_told() -> None:
 def test_flags_of_the_same_meaning_are_trainings() -> None:
     """What training's engine and this one are both told, both are told by one table."""
     config = resolve({"model": "glm5", "site": "local", "set": "engine.mtp_steps=3"}, CONFIG_DIR).config
-    asked = Wish(precision="fp8", goal="throughput")
+    asked = ServeRequest(precision="fp8", goal="throughput")
     found = checkpoint("glm5", "fp8")
     size = launches()["throughput"].size
     ours = engine_config(asked, found, machine("h200"), size)

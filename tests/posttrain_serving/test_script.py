@@ -16,7 +16,7 @@ from tests.support.tiny_checkpoint import TINY, transformers_config
 from posttrain.planner.flags.flag import flag
 from posttrain_serving.launch import plan_launch
 from posttrain_serving.script import patch_of, reason_of, render
-from posttrain_serving.wish import Wish
+from posttrain_serving.serve_request import ServeRequest
 
 ORIGINS = {"hardware.kernels.dsa_decode": "config/hardware/b200.yaml"}
 
@@ -78,7 +78,7 @@ def test_the_yaml_is_written_where_the_command_looks(tmp_path: Path) -> None:
 
 def test_the_embedded_engine_has_its_secret_from_the_environment(folder: Path) -> None:
     found = checkpoint(str(folder))
-    text = render(plan_launch(Wish(engine="embedded"), found, machine("cpu")), found, {})
+    text = render(plan_launch(ServeRequest(engine="embedded"), found, machine("cpu")), found, {})
     done = subprocess.run(
         ["bash", "-euc", text], capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"}, check=False
     )

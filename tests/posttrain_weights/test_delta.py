@@ -5,9 +5,9 @@ import torch
 
 from posttrain_weights import delta as module
 from posttrain_weights.delta import (
-    ALL_OF_IT,
     SKIP,
-    Told,
+    WHOLE_PART,
+    DeltaHeader,
     change,
     changes,
     pieces_of,
@@ -107,7 +107,17 @@ def test_what_does_not_fit_is_told_and_changes_nothing_else(gaps, num_values):
     assert not fits
 
 
-@pytest.mark.parametrize("told", [Told(-2, 0), Told(5, 4), Told(0, 3), Told(400, 400), Told(3, 10**9), Told(-1, 1)])
+@pytest.mark.parametrize(
+    "told",
+    [
+        DeltaHeader(-2, 0),
+        DeltaHeader(5, 4),
+        DeltaHeader(0, 3),
+        DeltaHeader(400, 400),
+        DeltaHeader(3, 10**9),
+        DeltaHeader(-1, 1),
+    ],
+)
 def test_a_part_does_not_come_so(told):
     with pytest.raises(ValueError, match="of a part of 512 elements"):
         pieces_of(torch.zeros(4, 128, dtype=torch.float8_e4m3fn), told)
@@ -115,8 +125,8 @@ def test_a_part_does_not_come_so(told):
 
 def test_what_comes_of_a_part():
     part = torch.zeros(4, 128, dtype=torch.bfloat16)
-    assert pieces_of(part, ALL_OF_IT)[0] is part
-    assert pieces_of(part, Told(0, 0)) == []
-    gaps, values = pieces_of(part, Told(3, 4))
+    assert pieces_of(part, WHOLE_PART)[0] is part
+    assert pieces_of(part, DeltaHeader(0, 0)) == []
+    gaps, values = pieces_of(part, DeltaHeader(3, 4))
     assert (gaps.shape, gaps.dtype) == ((1, 4), torch.uint8)
     assert (values.shape, values.dtype) == ((1, 3), torch.bfloat16)

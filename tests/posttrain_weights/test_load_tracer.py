@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from posttrain_weights.box import Box
-from posttrain_weights.load_tracer import Record
+from posttrain_weights.load_tracer import LoadWeightsTracer
 
 Tensors = Mapping[str, torch.Tensor]
 Load = Callable[[Tensors, Tensors], None]
@@ -69,8 +69,10 @@ def parameters() -> dict[str, torch.Tensor]:
     return {name: torch.nn.Parameter(torch.full(shape, -1.0)) for name, shape in shapes.items()}
 
 
-def followed(load: Load, kept: Tensors, shapes: Mapping[str, tuple[int, ...]] = SHAPES, dtype: str = "F32") -> Record:
-    record = Record(kept)
+def followed(
+    load: Load, kept: Tensors, shapes: Mapping[str, tuple[int, ...]] = SHAPES, dtype: str = "F32"
+) -> LoadWeightsTracer:
+    record = LoadWeightsTracer(kept)
     with torch.no_grad(), record:
         load(kept, {name: record.sent(name, list(shape), dtype) for name, shape in shapes.items()})
     return record

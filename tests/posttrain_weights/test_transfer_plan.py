@@ -8,7 +8,7 @@ import pytest
 from tests.support.loopback_engines import LoopbackEngines
 
 from posttrain_weights.box import Box
-from posttrain_weights.transfer_plan import HeldPart, plan_letters, spread
+from posttrain_weights.transfer_plan import EngineSlice, plan_transfer, spread
 
 
 def test_every_number_comes_from_one_that_has_it_and_the_busiest_is_spared() -> None:
@@ -19,21 +19,21 @@ def test_every_number_comes_from_one_that_has_it_and_the_busiest_is_spared() -> 
         engines = LoopbackEngines({name: (shape, "BF16") for name, shape in shapes.items()}, 2, 3, seed)
         held = [rank.parts for rank in engines.ranks]
         holders = {name: _cuts(shape, drawn) for name, shape in shapes.items()}
-        letters = plan_letters(held, holders, 512)
+        transfers = plan_transfer(held, holders, 512)
         got = {(r, n): 0 for r, parts in enumerate(held) for n in range(len(parts))}
-        for letter in letters:
-            part = held[letter.receiver][letter.piece.part]
-            assert letter.sender in holders[letter.name][letter.made]
-            assert letter.box.meets(letter.made) == letter.box.meets(part.box) == letter.box
-            assert letter.piece.box == letter.box.within(part.box)
-            got[letter.receiver, letter.piece.part] += letter.box.rows * letter.box.columns
+        for transfer in transfers:
+            part = held[transfer.receiver][transfer.piece.part]
+            assert transfer.sender in holders[transfer.name][transfer.made]
+            assert transfer.box.meets(transfer.made) == transfer.box.meets(part.box) == transfer.box
+            assert transfer.piece.box == transfer.box.within(part.box)
+            got[transfer.receiver, transfer.piece.part] += transfer.box.rows * transfer.box.columns
         assert all(size == held[r][n].box.rows * held[r][n].box.columns for (r, n), size in got.items())
-        assert spread(letters, 4) < 1.2
-        assert plan_letters(held, holders, 512) == letters, "alike on every rank"
-        in_order = [(letter.sender, letter.piece.round) for letter in letters]
+        assert spread(transfers, 4) < 1.2
+        assert plan_transfer(held, holders, 512) == transfers, "alike on every rank"
+        in_order = [(transfer.sender, transfer.piece.round) for transfer in transfers]
         assert in_order == sorted(in_order)
         for place in set(in_order):
-            size = [letter.num_bytes for letter in letters if (letter.sender, letter.piece.round) == place]
+            size = [transfer.num_bytes for transfer in transfers if (transfer.sender, transfer.piece.round) == place]
             assert sum(size) <= 512 or len(size) == 1
 
 
@@ -56,7 +56,7 @@ def _cuts(shape: tuple[int, int], drawn: random.Random) -> dict[Box, list[int]]:
 )
 def test_what_nobody_has_is_named(holders: dict[Box, list[int]], words: str) -> None:
     with pytest.raises(ValueError, match=rf"w, Box\(row=0.*{words}"):
-        plan_letters([[HeldPart("w", Box(0, 0, 4, 4), "bfloat16")]], {"w": holders}, 512)
+        plan_transfer([[EngineSlice("w", Box(0, 0, 4, 4), "bfloat16")]], {"w": holders}, 512)
 
 
 ROUND_BYTES = 512
@@ -68,13 +68,13 @@ def rounds_of(parts: list[tuple[str, int, int, int]]) -> dict[str, int]:
     Args:
         parts: Of each its name, its bytes, the one sender that has it and the receiver that keeps it.
     """
-    held: list[list[HeldPart]] = [[] for _ in range(1 + max(receiver for *_, receiver in parts))]
+    held: list[list[EngineSlice]] = [[] for _ in range(1 + max(receiver for *_, receiver in parts))]
     holders = {}
     for name, num_bytes, sender, receiver in parts:
         box = Box(0, 0, 1, num_bytes // 2)
-        held[receiver].append(HeldPart(name, box, "bfloat16"))
+        held[receiver].append(EngineSlice(name, box, "bfloat16"))
         holders[name] = {box: [sender]}
-    return {letter.name: letter.piece.round for letter in plan_letters(held, holders, ROUND_BYTES)}
+    return {transfer.name: transfer.piece.round for transfer in plan_transfer(held, holders, ROUND_BYTES)}
 
 
 @pytest.mark.parametrize(
@@ -101,14 +101,14 @@ def test_rounds_by_hand(parts: list[tuple[str, int, int, int]], expected: dict[s
 def test_a_part_comes_from_whoever_has_least_to_send_then_from_the_first() -> None:
     box, everybody = Box(0, 0, 1, 256), [2, 1]
     holders = {"a": {box: [1]}, "b": {box: everybody}, "c": {box: everybody}}
-    letters = plan_letters([[HeldPart(name, box, "bfloat16") for name in holders]], holders, ROUND_BYTES)
-    assert {letter.name: letter.sender for letter in letters} == {"a": 1, "b": 2, "c": 1}
-    assert spread(letters, 2 + 1) == 2.0, "1024 bytes where the mean is 512"
+    transfers = plan_transfer([[EngineSlice(name, box, "bfloat16") for name in holders]], holders, ROUND_BYTES)
+    assert {transfer.name: transfer.sender for transfer in transfers} == {"a": 1, "b": 2, "c": 1}
+    assert spread(transfers, 2 + 1) == 2.0, "1024 bytes where the mean is 512"
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("float32", 64), ("bfloat16", 32), ("float16", 32), ("float8_e4m3fn", 16)])
 def test_the_bytes_of_a_letter(dtype: str, size: int) -> None:
     """Of fifteen numbers, aligned to sixteen bytes."""
     box = Box(0, 0, 3, 5)
-    (letter,) = plan_letters([[HeldPart("a", box, dtype)]], {"a": {box: [0]}}, ROUND_BYTES)
-    assert letter.num_bytes == size
+    (transfer,) = plan_transfer([[EngineSlice("a", box, dtype)]], {"a": {box: [0]}}, ROUND_BYTES)
+    assert transfer.num_bytes == size

@@ -9,7 +9,7 @@ from tests.support.killing import LAYER_BY_LAYER, run_killed
 from tests.support.precisions import ask, make_checkpoints, run_script, said_by
 
 from posttrain.artifacts import Receipt, receipt_of, record_files, write_receipt
-from posttrain_serving.precision.divergence import Sample, Spoken, divergence
+from posttrain_serving.precision.divergence import CheckpointLogprobs, Sample, divergence
 
 # Nine of ten seconds are imports. Two threads that wait for each other take ten times as long on a busy machine.
 QUICK = {"imports": ["posttrain.evaluation.divergence", *LAYER_BY_LAYER], "env": {"OMP_NUM_THREADS": "1"}}
@@ -69,7 +69,7 @@ def test_it_is_taken_over_what_the_original_has_said(compared):
     folder, _, found, _ = compared
     told = found["precisions"][1]["divergence"]
     samples = [Sample(tuple(range(2, 20)), 10)]
-    again = divergence(Spoken(folder / "hf", samples), Spoken(folder / "nvfp4", samples))
+    again = divergence(CheckpointLogprobs(folder / "hf", samples), CheckpointLogprobs(folder / "nvfp4", samples))
     assert 0.05 < again.mean / told["mean"] < 20
 
 

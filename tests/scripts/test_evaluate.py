@@ -11,9 +11,9 @@ from tests.support.folders_in_parts import make_folder
 
 from posttrain.artifacts import Receipt, read_receipt, receipt_of, record_files, write_receipt
 from posttrain.artifacts.resolved_file import read_resolved
-from posttrain.checkpoint.canary import Canary, CanaryPrompt, write_canary
-from posttrain.checkpoint.parts.recoded_folder import RecodedFolder
+from posttrain.checkpoint.parts.converted_folder import RecodedFolder
 from posttrain.checkpoint.quantization.quantize import Quantization
+from posttrain.checkpoint.reference_logprobs import ReferenceLogprobs, ReferencePrompt, write_reference_logprobs
 from posttrain.engines.secret import SECRET_VARIABLE
 
 SCRIPT = ROOT / "scripts" / "evaluate.py"
@@ -133,8 +133,8 @@ def made_anew(checkpoint):
 
 def test_engines_that_serve_something_else_are_refused(tmp_path):
     arguments = make_inputs(tmp_path, OVERRIDES)
-    nobodys = CanaryPrompt([{"role": "user", "content": "1"}], None, [5, 6, 7], [8, 9], [-0.01, -0.01])
-    write_canary(tmp_path / "hf", Canary("fp32", {}, [nobodys]))
+    nobodys = ReferencePrompt([{"role": "user", "content": "1"}], None, [5, 6, 7], [8, 9], [-0.01, -0.01])
+    write_reference_logprobs(tmp_path / "hf", ReferenceLogprobs("fp32", {}, [nobodys]))
     made_anew(tmp_path / "hf")
     ended, output = run(arguments, tmp_path, "after")
     assert ended.returncode == 1

@@ -12,8 +12,14 @@ from tests.support.checkpoint_store import (
 from tests.support.killing import run_killed
 
 from posttrain.artifacts import part_receipt_of, read_receipt, receipt_of
-from posttrain.checkpoint.canary import CANARY_NAME, Canary, CanaryPrompt, read_canary, write_canary
 from posttrain.checkpoint.export import final_weights_sha256
+from posttrain.checkpoint.reference_logprobs import (
+    CANARY_NAME,
+    ReferenceLogprobs,
+    ReferencePrompt,
+    read_reference_logprobs,
+    write_reference_logprobs,
+)
 from posttrain.data.chat import stop_token_ids
 from posttrain.errors import CheckpointError
 
@@ -62,13 +68,15 @@ def test_a_missing_part_is_refused(store):
 def test_the_trainers_canary_goes_with_the_weights_and_the_origins_stays(tmp_path):
     store = make_store(tmp_path / "store")
     make_torch_dist(store)
-    of_origin, of_trainer = (Canary("bf16", {}, [CanaryPrompt([], None, [token], [3], [-1.0])]) for token in (1, 2))
-    write_canary(store.source, of_origin)
+    of_origin, of_trainer = (
+        ReferenceLogprobs("bf16", {}, [ReferencePrompt([], None, [token], [3], [-1.0])]) for token in (1, 2)
+    )
+    write_reference_logprobs(store.source, of_origin)
     make_export(store, "without")
-    assert read_canary(store.folder("without")) is None, "the origin's is of other weights"
-    write_canary(store.folder("torch_dist"), of_trainer)
+    assert read_reference_logprobs(store.folder("without")) is None, "the origin's is of other weights"
+    write_reference_logprobs(store.folder("torch_dist"), of_trainer)
     make_export(store)
-    assert read_canary(store.folder("hf")) == of_trainer
+    assert read_reference_logprobs(store.folder("hf")) == of_trainer
     assert CANARY_NAME in {record.path for record in read_receipt(receipt_of(store.folder("hf"))).files}
 
 

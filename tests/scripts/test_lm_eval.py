@@ -23,7 +23,7 @@ from tests.support.requirements import require
 from tests.support.workflow_runs import ROOT, WorkflowFolder
 
 from posttrain.artifacts import Paths, read_json, read_receipt, receipt_of
-from posttrain.checkpoint.canary import read_canary, write_canary
+from posttrain.checkpoint.reference_logprobs import read_reference_logprobs, write_reference_logprobs
 from posttrain.config.evaluation import Suite
 from posttrain.config.schema import Config
 from posttrain.config.suites import HELD_OUT
@@ -223,8 +223,8 @@ def ours(served: Served, rows: Sequence[Mapping[str, str]], system: str, folder:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(heldout, "NUM_EXAMPLES", len(rows))
         checkpoint = served.workflow.folder / served.paths.hf_export
-        exam = heldout.Exam(HELD_OUT, config, prompts)
-        return heldout.evaluate_checkpoint(config, checkpoint, [exam], folder)[HELD_OUT]["examples"]
+        eval_task = heldout.EvalTask(HELD_OUT, config, prompts)
+        return heldout.evaluate_checkpoint(config, checkpoint, [eval_task], folder)[HELD_OUT]["examples"]
 
 
 @pytest.mark.faults("lm-eval")
@@ -253,11 +253,11 @@ def test_answers_to_a_suite_in_the_schema_of_math500_are_ours_one_by_one(served:
     make_rows(suite, tmp_path / "suite", tmp_path / "no.manifest.json")
     evaluation = dataclasses.replace(served.config.evaluation, suites={"math": suite})
     config = dataclasses.replace(served.config, evaluation=evaluation)
-    exams = heldout.read_suites(config, {"math": tmp_path / "suite"})
+    eval_tasks = heldout.read_suites(config, {"math": tmp_path / "suite"})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(heldout, "NUM_EXAMPLES", len(exams[0].prompts))
+        patch.setattr(heldout, "NUM_EXAMPLES", len(eval_tasks[0].prompts))
         checkpoint = served.workflow.folder / served.paths.hf_export
-        found = heldout.evaluate_checkpoint(config, checkpoint, exams, tmp_path)["math"]
+        found = heldout.evaluate_checkpoint(config, checkpoint, eval_tasks, tmp_path)["math"]
     theirs = logged["digits_math"]
     assert len(theirs) == found["num_prompts"] == 40
     assert [row["resps"] for row in theirs] == [[[example["response"]]] for example in found["examples"]]
@@ -352,10 +352,10 @@ def test_an_engine_that_serves_something_else_is_asked_nothing(served: Served, t
     served.ask("digits_chat", chat=True)
     checkpoint, records = tmp_path / "hf", tmp_path / "records"
     shutil.copytree(served.workflow.folder / served.paths.hf_export, checkpoint)
-    canary = read_canary(checkpoint)
+    canary = read_reference_logprobs(checkpoint)
     assert canary
     backwards = [dataclasses.replace(prompt, response_tokens=prompt.response_tokens[::-1]) for prompt in canary.prompts]
-    write_canary(checkpoint, dataclasses.replace(canary, prompts=backwards))
+    write_reference_logprobs(checkpoint, dataclasses.replace(canary, prompts=backwards))
     records.mkdir()
     with pytest.raises(ConfigError, match="nats from the trainer's"):
         evaluate_with_lm_eval(served.config, "run", checkpoint, records, tmp_path / "engines")

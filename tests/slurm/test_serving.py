@@ -18,7 +18,7 @@ from tests.support.slurm_cluster import Cluster
 from tests.support.tiny_checkpoint import TINY_QWEN3, make_random_checkpoint
 from tests.support.workflow_runs import ROOT
 
-from posttrain.checkpoint.canary import Canary, CanaryPrompt, write_canary
+from posttrain.checkpoint.reference_logprobs import ReferenceLogprobs, ReferencePrompt, write_reference_logprobs
 from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
 
 # What stands for vLLM, which has no GPUs here: it says what it was told, and the first node's part is healthy.
@@ -107,7 +107,9 @@ def test_a_job_that_serves_something_else_ends(
     cluster: Cluster, folder: Path, tmp_path: Path, serve: Callable[..., str]
 ) -> None:
     messages = [{"role": "user", "content": "3141"}]
-    write_canary(folder, Canary("fp32", {}, [CanaryPrompt(messages, None, [5, 6], [7, 8], [-0.1, -0.1])]))
+    write_reference_logprobs(
+        folder, ReferenceLogprobs("fp32", {}, [ReferencePrompt(messages, None, [5, 6], [7, 8], [-0.1, -0.1])])
+    )
     serve(folder, "--engine", "embedded", "--hardware", "cpu", "--port", 8312, "--host", "0.0.0.0")
     job = submitted(tmp_path)
     cluster.wait_until(lambda: cluster.state(job) == "FAILED")

@@ -85,8 +85,8 @@ def steps(order: dict[str, Any]) -> dict[str, Any]:
     from posttrain.megatron_backend.sleep import SleepingTrainer
     from posttrain.planner.sizing.memory import GIB
     from posttrain.training.batch import make_updates
+    from posttrain.training.colocation import Colocation
     from posttrain.training.phases import PhaseClock
-    from posttrain.training.turns import Turns
     from posttrain_rehearsal.samples import MadeUpRollouts, shortened
 
     config = shortened(resolve(order["request"], CONFIG_DIR).config)
@@ -97,7 +97,7 @@ def steps(order: dict[str, Any]) -> dict[str, Any]:
     policy.optimizer.reload_model_params()
     objective = PolicyGradient(config.algorithm, config.rollout.max_response_tokens)
     peaks: Counter[str] = Counter()
-    turns = Turns(SleepingTrainer(policy), NoEngines(), lambda: None)
+    turns = Colocation(SleepingTrainer(policy), NoEngines(), lambda: None)
     for step in (1, 2, 3):
         groups = MadeUpRollouts(config).of_step(step).groups
         lengths = [

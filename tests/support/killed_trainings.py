@@ -27,7 +27,7 @@ from posttrain.config.schema import Architecture
 from posttrain.observability.metrics import without_timings
 from posttrain.observability.rank_progress import PROGRESS_VARIABLE, read_progress
 from posttrain.observability.sinks import read_rows
-from posttrain.rollout.persisted import RolloutStore
+from posttrain.rollout.rollout_store import RolloutStore
 
 # What a rank says of itself; nothing before its first step, while it joins the other and loads its state.
 START = "start"

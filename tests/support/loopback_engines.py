@@ -23,8 +23,8 @@ from posttrain_weights.channel import Channel
 from posttrain_weights.digest import Digester, as_text, together
 from posttrain_weights.engine_handlers import pack
 from posttrain_weights.receiver import Receiver
-from posttrain_weights.transfer_plan import HeldPart
-from posttrain_weights.transport import Place, meet
+from posttrain_weights.transfer_plan import EngineSlice
+from posttrain_weights.transport import Place, rendezvous
 
 UNTOUCHED = 3.0
 Shape = tuple[int, ...]
@@ -37,7 +37,7 @@ class EngineRank:
         parts: In its order.
     """
 
-    def __init__(self, parts: Sequence[HeldPart]):
+    def __init__(self, parts: Sequence[EngineSlice]):
         self.parts = parts
         self._around = [
             torch.full((part.box.rows + 2, part.box.columns + 3), UNTOUCHED).to(getattr(torch, part.dtype))
@@ -58,7 +58,7 @@ class EngineRank:
         corners = [(part.box.row, part.box.column) for part in self.parts]
         return Digester.of_parts(bytes.fromhex(key), self.views, corners)
 
-    def count_wrong(self, expected: Callable[[HeldPart], torch.Tensor]) -> int:
+    def count_wrong(self, expected: Callable[[EngineSlice], torch.Tensor]) -> int:
         """Return how many parts have other bits than expected, or spoiled what lies around them."""
         wrong = 0
         for part, view, around in zip(self.parts, self.views, self._around, strict=True):
@@ -90,7 +90,7 @@ class LoopbackEngines:
     ):
         self._places = places
         drawn = random.Random(seed)
-        held: list[list[HeldPart]] = [[] for _ in range(num_ranks)]
+        held: list[list[EngineSlice]] = [[] for _ in range(num_ranks)]
         as_numbers = {n for n, (_, dtype) in tensors.items() if dtype == "F8_E4M3" and drawn.random() < 0.2}
         for name, (shape, dtype) in tensors.items():
             if not any(name.startswith(f"{codes}_scale") for codes in as_numbers):
@@ -146,7 +146,7 @@ class LoopbackEngines:
         seconds, senders = order["seconds"], order["senders"]
         relays = 0 if order["changes"] else senders
         own = self._places[first_rank + number - senders] if self._places else None
-        rank.channel = Channel(meet(place, size, seconds), first_rank + number, size, seconds, relays, place=own)
+        rank.channel = Channel(rendezvous(place, size, seconds), first_rank + number, size, seconds, relays, place=own)
         rank.receiver = Receiver(rank.channel, range(senders), order["changes"])
         return ""
 
@@ -165,11 +165,13 @@ def _kept_as(dtype: str, as_numbers: bool, drawn: random.Random) -> str:
     return {"BF16": "bfloat16", "F32": "float32"}[dtype]
 
 
-def _cut(name: str, shape: Shape, dtype: str, num_ranks: int, drawn: random.Random) -> Iterator[tuple[int, HeldPart]]:
+def _cut(
+    name: str, shape: Shape, dtype: str, num_ranks: int, drawn: random.Random
+) -> Iterator[tuple[int, EngineSlice]]:
     whole = whole_box(shape)
     kind = drawn.choice(["rows", "columns", "whole", "owner"])
     if kind == "owner":
-        yield drawn.randrange(num_ranks), HeldPart(name, whole, dtype)
+        yield drawn.randrange(num_ranks), EngineSlice(name, whole, dtype)
         return
     for rank in range(num_ranks):
         box = whole
@@ -179,10 +181,10 @@ def _cut(name: str, shape: Shape, dtype: str, num_ranks: int, drawn: random.Rand
         if kind == "columns" and whole.columns >= num_ranks:
             begin, end = (whole.columns * number // num_ranks for number in (rank, rank + 1))
             box = Box(0, begin, whole.rows, end - begin)
-        yield rank, HeldPart(name, box, dtype)
+        yield rank, EngineSlice(name, box, dtype)
 
 
-def cut_from(tensor: torch.Tensor, part: HeldPart) -> torch.Tensor:
+def cut_from(tensor: torch.Tensor, part: EngineSlice) -> torch.Tensor:
     """Return a part of a whole tensor, in the part's type."""
     whole = whole_box(tensor.shape)
     row, column, rows, columns = part.box

@@ -139,7 +139,7 @@ def count_not_served(policy, weights, tensors, strategy: str) -> list[int]:
     before; and all of it when the pass is over.
     """
     from posttrain.checkpoint.quantization.quantized_names import layer_of
-    from posttrain.megatron_backend.weight_lender import WeightLender
+    from posttrain.megatron_backend.quantized_weights import QuantizedWeights
 
     values, held = as_served(weights, tensors, strategy)
     shards, wrong = values.shards, {}
@@ -151,7 +151,7 @@ def count_not_served(policy, weights, tensors, strategy: str) -> list[int]:
             wrong[place] = wrong.get(place, False) or is_wrong
 
     hooks, before = [], [shard.values.clone() for shard in shards]
-    with WeightLender(policy, values).lent():
+    with QuantizedWeights(policy, values).lent():
         look(None)
         for layer in (layer for chunk in policy.chunks for layer in chunk.decoder.layers):
             hooks.append(layer.register_forward_pre_hook(lambda layer, _: look(layer.layer_number - 1)))
@@ -169,10 +169,10 @@ def count_other_digests(values, held) -> int:
     from posttrain.weight_sync.proof import Digests
     from posttrain_weights.box import whole_box
     from posttrain_weights.digest import Digester
-    from posttrain_weights.transfer_plan import HeldPart
+    from posttrain_weights.transfer_plan import EngineSlice
 
     dtypes = {name: "bfloat16" if name.endswith("norm.weight") else "float32" for name in held}
-    parts = [HeldPart(name, whole_box(tensor.shape), dtypes[name]) for name, tensor in held.items()]
+    parts = [EngineSlice(name, whole_box(tensor.shape), dtypes[name]) for name, tensor in held.items()]
     expected = [tensor.to(getattr(torch, dtypes[name])) for name, tensor in held.items()]
     found = Digests(b"key", parts, torch.device("cpu"))
     found.add_all(values)
@@ -197,27 +197,27 @@ def count_received_otherwise(config, values, weights, tensors, held, strategy: s
     """Return how many parts of engines' ranks have other bits than the whole tensors after two sharded transfers."""
     from tests.support.loopback_engines import LoopbackEngines
 
-    from posttrain.weight_sync.engine_layout import Holdings
+    from posttrain.weight_sync.engine_layout import EngineShards
     from posttrain.weight_sync.sharded import ShardedTransfer
 
     sent = {name: (spec.shape, spec.dtype) for name, spec in values.sent_specs.items()}
     is_first = dist.get_rank() == 0
     engines = LoopbackEngines(sent, 2, num_ranks) if is_first else None
     with asyncio.Runner() as runner:
-        holdings = Holdings(values, engines, runner)
-        transfer = ShardedTransfer(config, holdings, round_bytes=1 << 14)
+        engine_shards = EngineShards(values, engines, runner)
+        transfer = ShardedTransfer(config, engine_shards, round_bytes=1 << 14)
         for version in (1, 2):
-            digests = transfer.send(version, begin_digests=partial(begin_digests, holdings)).total()
+            digests = transfer.send(version, begin_digests=partial(begin_digests, engine_shards)).total()
     if engines is None:
         return 0
     assert engines.version == 2
     return received_otherwise(engines, weights, tensors, held, strategy, digests)
 
 
-def begin_digests(holdings):
+def begin_digests(engine_shards):
     from posttrain.weight_sync.proof import Digests
 
-    return Digests(b"key", holdings.held.parts, torch.device("cpu"))
+    return Digests(b"key", engine_shards.held.parts, torch.device("cpu"))
 
 
 def received_otherwise(engines, weights, tensors, held, strategy: str, digests=None) -> int:

@@ -13,7 +13,7 @@ from tests.support.workflow_runs import ROOT
 
 from posttrain.planner.problems import find_problems
 from posttrain.planner.resolve import resolve
-from posttrain_rehearsal.members import stages_of
+from posttrain_rehearsal.rank_subset import stages_of
 from posttrain_rehearsal.start import VARIABLE, rehearse
 
 TOLERANCE = 0.05

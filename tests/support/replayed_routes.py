@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from tests.support.hub_tensors import fill
 
 from posttrain.config.schema import Architecture, Config
-from posttrain.rollout.persisted import RolloutStore
+from posttrain.rollout.rollout_store import RolloutStore
 from posttrain.types import SampleGroup
 
 

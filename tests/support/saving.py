@@ -23,7 +23,7 @@ from posttrain.megatron_backend.model import Policy, build_policy
 from posttrain.megatron_backend.optimizer_state import allocate_state
 from posttrain.observability.provenance import record_run
 from posttrain.observability.sinks import MetricSinks, read_rows
-from posttrain.rollout.persisted import RolloutStore
+from posttrain.rollout.rollout_store import RolloutStore
 from posttrain.training.checkpoint_writer import CheckpointWriter
 from posttrain.training.checkpoints import CheckpointFolder, committed_checkpoints
 

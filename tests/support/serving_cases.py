@@ -11,7 +11,7 @@ from posttrain.config.load import merge
 from posttrain.config.schema import Config, Hardware
 from posttrain_serving.checkpoint import Checkpoint, find_checkpoint
 from posttrain_serving.launch import Launch, plan_launch
-from posttrain_serving.wish import Wish
+from posttrain_serving.serve_request import ServeRequest
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "config"
 NAMES = sorted(path.stem for path in (CONFIG_DIR / "hardware").glob("*.yaml"))
@@ -55,9 +55,9 @@ def checkpoint(what: str, precision: str = "", results: Path = Path("results")) 
     return find_checkpoint(what, precision, [CONFIG_DIR], results)
 
 
-def launch(what: str, hardware: str, **wish: object) -> Launch:
+def launch(what: str, hardware: str, **serve_request: object) -> Launch:
     """Return how something is served."""
-    asked = Wish.of(wish)
+    asked = ServeRequest.of(serve_request)
     return plan_launch(asked, checkpoint(what, asked.precision), machine(hardware), all_hardware())
 
 

@@ -34,7 +34,7 @@ def run_rank(request: dict[str, Any], folder: Path) -> None:
     from posttrain.megatron_backend.model import build_policy
     from posttrain.megatron_backend.plain_data import gather_plain
     from posttrain.megatron_backend.weights import HubWeights
-    from posttrain.weight_sync.engine_layout import Holdings
+    from posttrain.weight_sync.engine_layout import EngineShards
     from posttrain.weight_sync.sharded import ShardedTransfer
     from posttrain_weights.transport import Place
 
@@ -53,8 +53,8 @@ def run_rank(request: dict[str, Any], folder: Path) -> None:
     its_places = places[request["ranks"] :]
     engines = LoopbackEngines(sent, 1, request["engine_ranks"], places=its_places) if dist.get_rank() == 0 else None
     with asyncio.Runner() as runner:
-        holdings = Holdings(values, engines, runner)
-        transfer = ShardedTransfer(config, holdings, round_bytes=1 << 16)
+        engine_shards = EngineShards(values, engines, runner)
+        transfer = ShardedTransfer(config, engine_shards, round_bytes=1 << 16)
         transfer.send(1)
         transfer.settle()
         if sends_changes:
@@ -66,7 +66,7 @@ def run_rank(request: dict[str, Any], folder: Path) -> None:
         dist.barrier()
         order = watch_rounds()
         started = time.process_time()
-        digests = transfer.send(2, begin_digests=partial(begin_digests, holdings)).total()
+        digests = transfer.send(2, begin_digests=partial(begin_digests, engine_shards)).total()
         seconds = time.process_time() - started
     ranks, expected = engines.ranks if engines else [], (weights, tensors, held, request["strategy"])
     told = {

@@ -25,7 +25,7 @@ from posttrain.weight_sync.sharded import sender_of
 from posttrain_weights.box import Box
 from posttrain_weights.channel import Channel
 from posttrain_weights.receiver import Receiver
-from posttrain_weights.transfer_plan import HeldPart, plan_letters
+from posttrain_weights.transfer_plan import EngineSlice, plan_transfer
 from posttrain_weights.transport import Place
 
 SECONDS, UPDATES = 60.0, 3
@@ -55,8 +55,8 @@ def _send(order: dict[str, Any], channel: Channel, first: int, receivers: int, d
     names = [f"tensor {number}" for number in range(order["tensors"])]
     boxes = _cuts(rows, columns, first, by_rows=True)
     holders = {name: {box: [rank] for rank, box in enumerate(boxes)} for name in names}
-    held = [[HeldPart(name, box, "bfloat16") for name in names] for box in _cuts(rows, columns, receivers, False)]
-    sender, rounds = sender_of(plan_letters(held, holders, order["round_bytes"]), channel, first)
+    held = [[EngineSlice(name, box, "bfloat16") for name in names] for box in _cuts(rows, columns, receivers, False)]
+    sender, rounds = sender_of(plan_transfer(held, holders, order["round_bytes"]), channel, first)
     seconds = []
     for version in range(UPDATES):
         values = {n: _values(number, version, rows, columns, device) for number, n in enumerate(names)}
@@ -65,10 +65,10 @@ def _send(order: dict[str, Any], channel: Channel, first: int, receivers: int, d
         channel.synchronize()
         begin = time.perf_counter()
         begun: list[Any] = []
-        for number, letters in enumerate(rounds):
+        for number, transfers in enumerate(rounds):
             pieces: dict[int, list[torch.Tensor]] = defaultdict(list)
-            for letter in letters:
-                pieces[first + letter.receiver].append(_cut(values[letter.name], letter.box))
+            for transfer in transfers:
+                pieces[first + transfer.receiver].append(_cut(values[transfer.name], transfer.box))
             messages = sender.pack(number, pieces)
             for before in begun:
                 before.wait()

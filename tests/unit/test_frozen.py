@@ -12,7 +12,16 @@ SOURCE = Path(__file__).parents[2] / "workflow" / "src"
 MUTABLE = {
     "posttrain": {
         *("Counters", "HangWatch", "Member", "PackedSequences", "Policy", "RankProcess", "Response"),
-        *("TimeToSave", "Timeline", "TrainingRun", "WeightUpdate", "Work", "_Collection", "_Requests", "_Serving"),
+        *(
+            "PreemptionDeadline",
+            "Timeline",
+            "TrainingRun",
+            "WeightUpdate",
+            "Work",
+            "_Collection",
+            "_Requests",
+            "_Serving",
+        ),
     },
     "posttrain_import": {"Imported", "State"},
     "posttrain_rehearsal": {"Phase"},

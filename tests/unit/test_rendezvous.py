@@ -29,7 +29,7 @@ print(json.dumps({"total": total.item(), "listening": listening}))
 """
 
 
-def meet(tmp_path: Path, environment: dict[str, str]) -> list[dict]:
+def rendezvous(tmp_path: Path, environment: dict[str, str]) -> list[dict]:
     script = tmp_path / "rank.py"
     script.write_text(RANK)
     outputs = run_ranks(script, 2, json.dumps(environment), timeout=60)
@@ -38,7 +38,7 @@ def meet(tmp_path: Path, environment: dict[str, str]) -> list[dict]:
 
 def test_ranks_of_one_machine_meet_in_a_file(tmp_path: Path) -> None:
     """What is left is gloo's own listener, one for the one group of ranks."""
-    ranks = meet(tmp_path, {"POSTTRAIN_RANKS_MEET_IN": str(tmp_path / "meeting"), "MASTER_PORT": "none"})
+    ranks = rendezvous(tmp_path, {"POSTTRAIN_RANKS_MEET_IN": str(tmp_path / "meeting"), "MASTER_PORT": "none"})
     assert [rank["total"] for rank in ranks] == [3.0, 3.0]
     assert [len(rank["listening"]) for rank in ranks] == [1, 1]
     assert {host for rank in ranks for host, _ in rank["listening"]} == {"127.0.0.1"}
@@ -48,7 +48,7 @@ def test_ranks_of_one_machine_meet_in_a_file(tmp_path: Path) -> None:
 def test_ranks_of_several_nodes_meet_at_one_address(tmp_path: Path) -> None:
     """127.0.0.2 stands for a node's own address: who listens there listens nowhere else."""
     port = free_port()
-    first, second = meet(tmp_path, {"MASTER_ADDR": "127.0.0.2", "MASTER_PORT": str(port)})
+    first, second = rendezvous(tmp_path, {"MASTER_ADDR": "127.0.0.2", "MASTER_PORT": str(port)})
     assert (first["total"], second["total"]) == (3.0, 3.0)
     assert [host for host, at in first["listening"] if at == port] == ["127.0.0.2"]
     assert {host for rank in (first, second) for host, _ in rank["listening"]} == {"127.0.0.1", "127.0.0.2"}

@@ -18,8 +18,8 @@ from posttrain.__main__ import COMMANDS
 from posttrain.artifacts import FORMAT_VERSIONS, Paths, part_receipt_of, read_receipt, receipt_of
 from posttrain.artifacts.data_folders import pass_folders, suite_folders
 from posttrain.artifacts.resolved_file import read_resolved, write_resolved
-from posttrain.artifacts.sharing import announce_sharing, share_store
-from posttrain.config.begun import kept_from_before
+from posttrain.artifacts.group_permissions import announce_sharing, share_store
+from posttrain.config.legacy_runs import kept_from_before
 from posttrain.config.command_line import check_files, with_defaults
 from posttrain.config.derived import engines_load, recoding_settings
 from posttrain.config.site_rules import check_preflight

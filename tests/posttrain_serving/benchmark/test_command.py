@@ -10,7 +10,7 @@ from tests.support.scripted_endpoint import scripted_endpoint
 from tests.support.served_in_foreground import SECRET, serving
 from tests.support.tiny_checkpoint import TINY_QWEN3, make_random_checkpoint
 
-from posttrain.checkpoint.canary import Canary, CanaryPrompt, write_canary
+from posttrain.checkpoint.reference_logprobs import ReferenceLogprobs, ReferencePrompt, write_reference_logprobs
 from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
 from posttrain.engines.ports import choose_free_ports
 from posttrain.engines.secret import SECRET_VARIABLE
@@ -78,8 +78,8 @@ def test_who_serves_something_else_is_refused_before_anything_counts(tmp_path, m
     make_tokenizer(TINY_QWEN3.max_position_embeddings).save_pretrained(served)
     exported = tmp_path / "exported"
     shutil.copytree(served, exported)
-    nobodys = CanaryPrompt([{"role": "user", "content": "1"}], None, [5, 6, 7], [8, 9], [-0.01, -0.01])
-    write_canary(exported, Canary("fp32", {}, [nobodys]))
+    nobodys = ReferencePrompt([{"role": "user", "content": "1"}], None, [5, 6, 7], [8, 9], [-0.01, -0.01])
+    write_reference_logprobs(exported, ReferenceLogprobs("fp32", {}, [nobodys]))
     words = (served, "--engine", "embedded", "--hardware", "cpu", "--port", port)
     with serving(tmp_path, *words, until="healthy at"):
         ended = ask(tmp_path, f"http://127.0.0.1:{port}", "--checkpoint", str(exported), model=str(served))

@@ -9,12 +9,18 @@ from safetensors.torch import load_file, save_file
 from tests.support.folders_in_parts import make_folder
 from tests.support.tiny_checkpoint import ALL, TINY, make_random_checkpoint
 
-from posttrain.checkpoint.parts.recoded_folder import RecodedFolder
+from posttrain.checkpoint.parts.converted_folder import RecodedFolder
 from posttrain.checkpoint.quantization.dequantize import QuantizedCheckpoint
 from posttrain.checkpoint.quantization.quantize import Quantization
 from posttrain.engines.embedded.model import load_model
 from posttrain.errors import CheckpointError
-from posttrain_serving.precision.divergence import Likeliest, Sample, Spoken, divergence, truncated_divergence
+from posttrain_serving.precision.divergence import (
+    CheckpointLogprobs,
+    Likeliest,
+    Sample,
+    divergence,
+    truncated_divergence,
+)
 
 # Experts in whole groups of every format.
 WIDE = dataclasses.replace(TINY, hidden_size=256, moe_intermediate_size=128, intermediate_size=160)
@@ -43,7 +49,7 @@ def whole_logits(model):
 @pytest.mark.parametrize("family", ALL)
 def test_layer_by_layer_is_the_whole_model(tmp_path, family):
     make_random_checkpoint(tmp_path / "hf", ALL[family])
-    spoken = Spoken(tmp_path / "hf", SAMPLES)
+    spoken = CheckpointLogprobs(tmp_path / "hf", SAMPLES)
     expected = torch.log_softmax(whole_logits(load_model(tmp_path / "hf", torch.float32).model), dim=-1)
     found = spoken.logprobs(slice(None))
     assert found.shape == (9 + 2 + 1, ALL[family].vocab_size)
@@ -76,7 +82,7 @@ def model_of_numbers(source, quantised, folder):
 @pytest.mark.parametrize("name", FORMATS)
 def test_divergence_is_numpys_over_whole_models(tmp_path, source, name):
     quantised = recoded(source, FORMATS[name], tmp_path / "quantised")
-    found = divergence(Spoken(source, SAMPLES), Spoken(quantised, SAMPLES))
+    found = divergence(CheckpointLogprobs(source, SAMPLES), CheckpointLogprobs(quantised, SAMPLES))
     whole = [load_model(source, torch.float32).model, model_of_numbers(source, quantised, tmp_path / "numbers")]
     p, q = (torch.log_softmax(whole_logits(model).double(), dim=-1).numpy() for model in whole)
     nats = (np.exp(p) * (p - q)).sum(axis=-1)
@@ -88,14 +94,16 @@ def test_divergence_is_numpys_over_whole_models(tmp_path, source, name):
 
 
 def test_a_checkpoint_is_not_far_from_itself(source):
-    spoken = Spoken(source, SAMPLES)
+    spoken = CheckpointLogprobs(source, SAMPLES)
     found = divergence(spoken, spoken)
     assert (found.mean, found.largest, found.same_first) == (0.0, 0.0, 1.0)
 
 
 def test_four_bits_are_farther_than_eight(tmp_path, source):
-    original = Spoken(source, SAMPLES)
-    eight, four = (Spoken(recoded(source, FORMATS[name], tmp_path / name), SAMPLES) for name in ("fp8", "nvfp4"))
+    original = CheckpointLogprobs(source, SAMPLES)
+    eight, four = (
+        CheckpointLogprobs(recoded(source, FORMATS[name], tmp_path / name), SAMPLES) for name in ("fp8", "nvfp4")
+    )
     nats = [divergence(original, other).mean for other in (eight, four)]
     assert nats[1] > nats[0] > 0
 
@@ -103,7 +111,7 @@ def test_four_bits_are_farther_than_eight(tmp_path, source):
 def test_a_layer_is_in_memory_at_a_time(source, monkeypatch):
     """Before a layer is filled, those behind it are without memory again."""
     filled = []
-    fill = Spoken._fill
+    fill = CheckpointLogprobs._fill
 
     def watch(self, module, prefix):
         filled.append(module)
@@ -114,8 +122,8 @@ def test_a_layer_is_in_memory_at_a_time(source, monkeypatch):
         # Embedding and last norm stay.
         assert len(held) <= 3
 
-    monkeypatch.setattr(Spoken, "_fill", watch)
-    Spoken(source, SAMPLES)
+    monkeypatch.setattr(CheckpointLogprobs, "_fill", watch)
+    CheckpointLogprobs(source, SAMPLES)
     assert len(filled) == 2 + WIDE.num_hidden_layers
 
 
@@ -132,7 +140,7 @@ def test_weights_that_do_not_fit_are_named(tmp_path, spoil):
         file.unlink()
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=f"{name} (is missing|has shape .31, 64., the model's is .32, 64.)"):
-        Spoken(tmp_path, SAMPLES)
+        CheckpointLogprobs(tmp_path, SAMPLES)
 
 
 def likeliest(logprobs, count):

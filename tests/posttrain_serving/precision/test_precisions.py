@@ -14,14 +14,14 @@ from tests.support.tiny_checkpoint import TINY_QWEN3, make_random_checkpoint
 from tests.support.workflow_runs import ROOT
 
 from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
-from posttrain.engines.given import client_of, engines_to_ask
+from posttrain.engines.engine_endpoints import client_of, engines_to_ask
 from posttrain.engines.responses import GenerateRequest, GenerateResult
 from posttrain.errors import CheckpointError
 from posttrain.planner.resolve import resolve
-from posttrain_serving.precision.divergence import Likeliest, Sample, Spoken, truncated_divergence
+from posttrain_serving.precision.divergence import CheckpointLogprobs, Likeliest, Sample, truncated_divergence
 from posttrain_serving.precision.precisions import (
     NUM_LIKELIEST,
-    Said,
+    EngineLogprobs,
     likeliest_in,
     read_said,
     samples_of,
@@ -53,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check(folder: Path, found: Likeliest, nats: float) -> None:
-    expected = Spoken(folder, SAMPLES).logprobs(slice(None))
+    expected = CheckpointLogprobs(folder, SAMPLES).logprobs(slice(None))
     assert found.tokens.shape == (4 + 2, NUM_LIKELIEST)
     at_tokens = expected.gather(1, found.tokens.long())
     torch.testing.assert_close(found.logprobs, at_tokens, atol=nats, rtol=0)
@@ -91,7 +91,7 @@ def test_the_first_response_to_each_of_the_first_prompts_is_read() -> None:
 
 def test_what_was_said_is_read_as_it_was_written(tmp_path: Path) -> None:
     likeliest = Likeliest(torch.tensor([[3, 1]], dtype=torch.int32), torch.tensor([[-0.1, -3.0]]))
-    said = Said("fp8", "sglang", 2, 80.0, 1.5, {"heldout": [(0, True), (0, False)]}, SAMPLES, likeliest)
+    said = EngineLogprobs("fp8", "sglang", 2, 80.0, 1.5, {"heldout": [(0, True), (0, False)]}, SAMPLES, likeliest)
     write_said(said, tmp_path / "fp8.json", "digest")
     found, digest = read_said(tmp_path / "fp8.json")
     assert digest == "digest"
@@ -109,7 +109,7 @@ def truncate(path: Path) -> None:
 @pytest.mark.parametrize("spoil", [Path.unlink, lambda path: path.write_text("{}"), truncate])
 def test_what_is_damaged_is_named(tmp_path: Path, spoil: Callable[[Path], object]) -> None:
     likeliest = Likeliest(torch.tensor([[3]], dtype=torch.int32), torch.tensor([[-0.1]]))
-    write_said(Said("fp8", "sglang", 1, 1.0, 1.0, {}, SAMPLES, likeliest), tmp_path / "fp8.json", "digest")
+    write_said(EngineLogprobs("fp8", "sglang", 1, 1.0, 1.0, {}, SAMPLES, likeliest), tmp_path / "fp8.json", "digest")
     spoil(tmp_path / "fp8.json")
     with pytest.raises(CheckpointError, match=r"fp8\.json"):
         read_said(tmp_path / "fp8.json")

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from posttrain.artifacts.resolved_file import read_resolved, write_resolved
-from posttrain.config.begun import kept_from_before
 from posttrain.config.fields import leaves_of
+from posttrain.config.legacy_runs import kept_from_before
 from posttrain.config.load import dump_yaml
 from posttrain.errors import CheckpointError
 from posttrain.planner.resolve import resolve

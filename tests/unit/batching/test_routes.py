@@ -12,7 +12,7 @@ import torch
 from posttrain.batching.packed_batch import build_packed_batch
 from posttrain.batching.routes import routes_of_row
 from posttrain.errors import CheckpointError
-from posttrain.rollout.persisted import RolloutStore
+from posttrain.rollout.rollout_store import RolloutStore
 from posttrain.types import Sample
 
 LAYERS, CHOSEN, EXPERTS = 5, 2, 6

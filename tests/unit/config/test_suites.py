@@ -14,9 +14,9 @@ from posttrain.config.load import Resolved, merge
 from posttrain.config.suites import (
     check_pinned,
     data_of,
+    eval_tasks_of,
     evaluation_is_due,
     evaluation_settings,
-    exams_of,
     rows_of,
     suite_data,
 )
@@ -60,12 +60,12 @@ def test_a_run_keeps_its_name_with_any_suite_and_interval() -> None:
 def test_a_suite_is_asked_and_graded_by_its_own_settings() -> None:
     suite = {**SUMS, "reward": "math", "num_samples_per_prompt": 8, "temperature": 0, "max_response_tokens": 5}
     config = resolve({"sums": suite}).config
-    heldout, sums = exams_of(config).values()
+    heldout, sums = eval_tasks_of(config).values()
     assert heldout == config
     assert (sums.data.reward, sums.data.train_file, sums.data.sources) == ("math", "sums.jsonl", {})
     assert (sums.evaluation.num_samples_per_prompt, sums.evaluation.temperature) == (8, 0)
     assert (sums.rollout.max_response_tokens, sums.engine) == (5, config.engine)
-    assert exams_of(resolve({"sums": SUMS}).config)["sums"].data.reward == config.data.reward
+    assert eval_tasks_of(resolve({"sums": SUMS}).config)["sums"].data.reward == config.data.reward
 
 
 def test_suites_of_the_same_rows_share_a_folder_whatever_they_are_graded_by(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_own_functions_of_suites_are_not_learned_from(tmp_path: Path, monkeypatc
     suites = {"sums": {**SUMS, "reward": "own.py:score"}}
     first = resolve(suites)
     assert (first.run, first.config.reward.own_digests) == (resolve().run, [])
-    assert exams_of(first.config)["sums"].reward.own_digests == first.config.evaluation.own_digests != []
+    assert eval_tasks_of(first.config)["sums"].reward.own_digests == first.config.evaluation.own_digests != []
     Path("own.py").write_text(source.format(2))
     assert evaluation_settings(first.config) != evaluation_settings(resolve(suites).config)
 

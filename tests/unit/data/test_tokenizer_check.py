@@ -21,7 +21,7 @@ from posttrain.checkpoint.formats.tokenizer_files import read_config
 from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
 from posttrain.data import tokenizer_check
 from posttrain.data.chat import stop_token_ids
-from posttrain.data.confined import confined
+from posttrain.data.sandboxed_child import confined
 from posttrain.data.tokenizer_check import check_tokenizer
 from posttrain.errors import CheckpointError, Problem
 

@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.support.tiny_checkpoint import TINY, TINY_QWEN3, make_random_checkpoint, write_shards
 
-from posttrain.checkpoint.canary import Canary, CanaryPrompt, write_canary
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
 from posttrain.checkpoint.param_names import optional_copies
+from posttrain.checkpoint.reference_logprobs import ReferenceLogprobs, ReferencePrompt, write_reference_logprobs
 from posttrain.config.schema import Model, Patch, Source
 from posttrain.errors import ConfigError
 from posttrain.evaluation.export_check import check_export, in_words
@@ -33,8 +33,8 @@ def exported(request, tmp_path):
     write_shards(tmp_path, tensors | copies, 2)
     layers = range(arch.num_hidden_layers, arch.num_hidden_layers + arch.num_nextn_predict_layers)
     answers, _ = logprobs_whole(tmp_path, PAIRS, layers)
-    prompts = [CanaryPrompt([], None, *pair, answer) for pair, answer in zip(PAIRS, answers, strict=True)]
-    write_canary(tmp_path, Canary("fp32", {}, prompts))
+    prompts = [ReferencePrompt([], None, *pair, answer) for pair, answer in zip(PAIRS, answers, strict=True)]
+    write_reference_logprobs(tmp_path, ReferenceLogprobs("fp32", {}, prompts))
     return tmp_path, arch
 
 

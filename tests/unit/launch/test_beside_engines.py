@@ -20,7 +20,7 @@ ASKS = """
 import asyncio, sys
 from pathlib import Path
 from posttrain.artifacts.resolved_file import read_resolved
-from posttrain.engines.given import client_of, engines_to_ask
+from posttrain.engines.engine_endpoints import client_of, engines_to_ask
 from posttrain.engines.responses import GenerateRequest
 config = read_resolved(Path(sys.argv[1])).config
 async def ask(engines):

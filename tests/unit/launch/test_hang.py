@@ -34,13 +34,15 @@ def at(step: int, phase: str, seconds: float) -> Position:
 
 def test_ranks_that_move_do_not_hang() -> None:
     watch = HangWatch(100.0)
-    assert watch.look({}) is None
-    assert watch.look({0: at(0, "rollout", 5.0), 1: at(0, "rollout", 5000.0)}) is None, "engines have deadlines"
-    assert watch.look({0: at(0, "train", 99.0), 1: at(0, "old_logprobs", 300.0)}) is None
+    assert watch.observe({}) is None
+    assert watch.observe({0: at(0, "rollout", 5.0), 1: at(0, "rollout", 5000.0)}) is None, "engines have deadlines"
+    assert watch.observe({0: at(0, "train", 99.0), 1: at(0, "old_logprobs", 300.0)}) is None
 
 
 def test_a_rank_that_stays_behind_is_named() -> None:
-    found = HangWatch(100.0).look({0: at(4, "train", 101.0), 1: at(4, "old_logprobs", 130.0), 2: at(4, "train", 102.0)})
+    found = HangWatch(100.0).observe(
+        {0: at(4, "train", 101.0), 1: at(4, "old_logprobs", 130.0), 2: at(4, "train", 102.0)}
+    )
     assert (
         found
         == "rank 1 is still in phase old_logprobs of step 5, while others have been in phase train of step 5 for 101 s"
@@ -48,13 +50,13 @@ def test_a_rank_that_stays_behind_is_named() -> None:
 
 
 def test_a_rank_that_does_not_take_the_rollout() -> None:
-    found = HangWatch(100.0).look({0: at(0, SHARE_ROLLOUT, 101.0), 1: at(0, "rollout", 900.0)})
+    found = HangWatch(100.0).observe({0: at(0, SHARE_ROLLOUT, 101.0), 1: at(0, "rollout", 900.0)})
     assert found is not None
     assert found.startswith("rank 1 is still in phase rollout of step 1")
 
 
 def test_a_phase_that_nobody_leaves() -> None:
-    found = HangWatch(100.0).look({rank: at(2, "save", 101.0 + rank) for rank in range(3)})
+    found = HangWatch(100.0).observe({rank: at(2, "save", 101.0 + rank) for rank in range(3)})
     assert found == "no rank has left phase save of step 3 for 101 s"
 
 
@@ -62,22 +64,22 @@ def test_a_timeout_follows_what_a_phase_has_taken() -> None:
     """Ten times the longest, at least a minute and a half, at most the limit."""
     watch = HangWatch(1000.0)
     for step in range(2):
-        watch.look({0: at(step, "train", 12.0)})
-        watch.look({0: at(step, "weight_sync", 1.0)})
-    assert watch.look({0: at(2, "train", 119.0)}) is None
-    assert watch.look({0: at(2, "train", 121.0)})
-    assert watch.look({0: at(2, "weight_sync", 89.0)}) is None
-    assert watch.look({0: at(2, "weight_sync", 91.0)})
+        watch.observe({0: at(step, "train", 12.0)})
+        watch.observe({0: at(step, "weight_sync", 1.0)})
+    assert watch.observe({0: at(2, "train", 119.0)}) is None
+    assert watch.observe({0: at(2, "train", 121.0)})
+    assert watch.observe({0: at(2, "weight_sync", 89.0)}) is None
+    assert watch.observe({0: at(2, "weight_sync", 91.0)})
 
 
 def test_a_checkpoint_may_be_waited_for_up_to_the_limit() -> None:
     """Those before were hidden by rollouts, the last one is not."""
     watch = HangWatch(1000.0)
     for step in range(2):
-        watch.look({0: at(step, "save", 0.1)})
-        watch.look({0: at(step, "old_logprobs", 1.0)})
-    assert watch.look({0: at(2, "save", 999.0)}) is None
-    found = watch.look({0: at(2, "save", 1001.0), 1: at(2, SHARE_ROLLOUT, 1002.0)})
+        watch.observe({0: at(step, "save", 0.1)})
+        watch.observe({0: at(step, "old_logprobs", 1.0)})
+    assert watch.observe({0: at(2, "save", 999.0)}) is None
+    found = watch.observe({0: at(2, "save", 1001.0), 1: at(2, SHARE_ROLLOUT, 1002.0)})
     assert (
         found
         == "rank 1 is still in phase share_rollout of step 3, while others have been in phase save of step 3 for 1001 s"
@@ -87,30 +89,30 @@ def test_a_checkpoint_may_be_waited_for_up_to_the_limit() -> None:
 def test_storage_that_stands_still_twice_while_a_checkpoint_is_begun() -> None:
     watch = HangWatch(1000.0)
     for step in range(3):
-        assert watch.look({0: at(step, "weight_sync", 60.0)}) is None
-        assert watch.look({0: at(step, BEGIN_SAVE, 80.0)}) is None
-    assert watch.look({0: at(4, BEGIN_SAVE, 500.0)}) is None
-    assert watch.look({0: Position(4, BEGIN_SAVE, 95.0, is_idle=True)}), "a rank that stands still"
+        assert watch.observe({0: at(step, "weight_sync", 60.0)}) is None
+        assert watch.observe({0: at(step, BEGIN_SAVE, 80.0)}) is None
+    assert watch.observe({0: at(4, BEGIN_SAVE, 500.0)}) is None
+    assert watch.observe({0: Position(4, BEGIN_SAVE, 95.0, is_idle=True)}), "a rank that stands still"
 
 
 def test_a_phase_too_short_to_be_seen_is_known_after_a_step() -> None:
     watch = HangWatch(1000.0)
-    watch.look({0: at(0, "train", 1.0)})
-    assert watch.look({0: at(0, "weight_sync", 91.0)}) is None, "the first one may take long"
-    watch.look({0: at(1, "rollout", 1.0)})
-    assert watch.look({0: at(1, "old_logprobs", 89.0)}) is None
-    assert watch.look({0: at(1, "old_logprobs", 91.0)})
+    watch.observe({0: at(0, "train", 1.0)})
+    assert watch.observe({0: at(0, "weight_sync", 91.0)}) is None, "the first one may take long"
+    watch.observe({0: at(1, "rollout", 1.0)})
+    assert watch.observe({0: at(1, "old_logprobs", 89.0)}) is None
+    assert watch.observe({0: at(1, "old_logprobs", 91.0)})
 
 
 def test_nobody_computes_in_a_phase_that_was_never_seen() -> None:
     """A rank that waits for one that compiles is idle, too: only when all are it is a hang."""
     watch, idle, busy = HangWatch(1000.0), Position(0, "train", 95.0, is_idle=True), at(0, "train", 95.0)
-    assert watch.look({0: idle, 1: busy}) is None
+    assert watch.observe({0: idle, 1: busy}) is None
     assert (
-        watch.look({0: Position(0, "rollout", 1.0, is_idle=True), 1: Position(0, "rollout", 95.0, is_idle=True)})
+        watch.observe({0: Position(0, "rollout", 1.0, is_idle=True), 1: Position(0, "rollout", 95.0, is_idle=True)})
         is None
     )
-    assert watch.look({0: idle, 1: idle}) == "no rank has computed anything for 90 s, in phase train of step 1"
+    assert watch.observe({0: idle, 1: idle}) == "no rank has computed anything for 90 s, in phase train of step 1"
 
 
 @pytest.mark.parametrize(("command", "is_idle"), [("sleep 60", True), ("while true; do true; done & wait", False)])
@@ -123,11 +125,11 @@ def test_an_idle_process_is_told_from_one_whose_child_computes(
     try:
         time.sleep(0.5)
         use = ranks.CpuUse(process.pid)
-        use.look()
+        use.observe()
         assert not use.is_idle, "it was not watched for long enough"
         for _ in range(12):
             time.sleep(0.1)
-            use.look()
+            use.observe()
         assert use.is_idle is is_idle
     finally:
         os.killpg(process.pid, signal.SIGKILL)
@@ -141,12 +143,12 @@ def still(seconds: float, usual: float, phase: str = "train", marks: int = 3) ->
 def test_ranks_that_pass_no_marks() -> None:
     """In a step that nobody has made before: a rank that has once made the same way knows how long it may take."""
     watch = HangWatch(1000.0)
-    assert watch.look({0: still(80.0, 1.0), 1: still(80.0, 1.0)}) is None, "a minute and a half in any case"
-    assert watch.look({0: still(110.0, 12.0), 1: still(110.0, 1.0)}) is None, "ten times the longest"
-    assert watch.look({0: still(300.0, -1.0), 1: still(300.0, 1.0)}) is None, "the first may be compiling"
-    assert watch.look({0: still(2.0, 1.0), 1: still(300.0, 1.0)}) is None, "it waits for one that moves"
-    assert watch.look({rank: still(300.0, 1.0, phase="save") for rank in range(2)}) is None
-    found = watch.look({0: still(125.0, 12.0, marks=4), 1: still(121.0, 1.0)})
+    assert watch.observe({0: still(80.0, 1.0), 1: still(80.0, 1.0)}) is None, "a minute and a half in any case"
+    assert watch.observe({0: still(110.0, 12.0), 1: still(110.0, 1.0)}) is None, "ten times the longest"
+    assert watch.observe({0: still(300.0, -1.0), 1: still(300.0, 1.0)}) is None, "the first may be compiling"
+    assert watch.observe({0: still(2.0, 1.0), 1: still(300.0, 1.0)}) is None, "it waits for one that moves"
+    assert watch.observe({rank: still(300.0, 1.0, phase="save") for rank in range(2)}) is None
+    found = watch.observe({0: still(125.0, 12.0, marks=4), 1: still(121.0, 1.0)})
     assert found == (
         "no rank has moved for 121 s, in phase train of step 1; rank 1 after 3 marks, others after up to 4"
     )
@@ -172,7 +174,7 @@ def test_a_rank_knows_how_long_its_ways_were(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_rank_that_falls_silent_in_a_rollout() -> None:
-    found = HangWatch(1000.0).look({0: at(0, "rollout", 91.0), 1: at(0, "rollout", 93.0)})
+    found = HangWatch(1000.0).observe({0: at(0, "rollout", 91.0), 1: at(0, "rollout", 93.0)})
     assert found == "no rank has left phase rollout of step 1 for 91 s"
 
 

@@ -27,8 +27,7 @@ from posttrain.artifacts.lease import Lease
 from posttrain.config.load import load_resolved
 from posttrain.launch import pods
 from posttrain.launch.cluster import Cluster
-from posttrain.launch.gang_of_pods import run_to_end
-from posttrain.launch.greeting import join
+from posttrain.launch.handshake import join
 from posttrain.launch.job import TrainingJob
 from posttrain.launch.jobset import (
     EXIT_OF_A_REFUSAL,
@@ -39,11 +38,12 @@ from posttrain.launch.jobset import (
     POD_ADDRESS,
     render,
 )
+from posttrain.launch.jobset_attempt import run_to_end
 from posttrain.launch.nodes import NodesLostError
 from posttrain.launch.pods import Pods
 from posttrain.launch.rendezvous_file import RendezvousFile
 from posttrain.launch.site import find_nodes, rendezvous_path
-from posttrain.launch.waiting_pod import join_head, obey
+from posttrain.launch.worker_pod import join_head, obey
 
 POD = """
 import json, sys
@@ -53,7 +53,7 @@ from posttrain.config.load import load_resolved
 from posttrain.launch.job import TrainingJob
 from posttrain.launch.site import find_nodes, rendezvous_path, is_waiting_pod
 from posttrain.launch.supervisor import supervise
-from posttrain.launch.waiting_pod import lend_this_pod
+from posttrain.launch.worker_pod import lend_this_pod
 
 def main():
     job = TrainingJob.from_dict(json.loads(sys.argv[1]))

@@ -8,7 +8,7 @@ import pytest
 
 from posttrain.launch.ranks import Ending, RankProcess
 from posttrain.observability.rank_progress import last_words_of
-from posttrain.training.early_end import SAVED_EXIT_CODE
+from posttrain.training.graceful_shutdown import SAVED_EXIT_CODE
 
 
 def ended_rank(folder: Path, code: int) -> RankProcess:

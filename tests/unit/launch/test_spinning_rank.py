@@ -51,7 +51,7 @@ def test_a_rank_that_spins_in_its_first_step_is_found(tmp_path: Path, monkeypatc
         while not found and time.monotonic() < deadline:
             time.sleep(0.25)
             told = {rank.rank: rank.position() for rank in both}
-            found = watch.look({rank: Position(**where) for rank, where in told.items() if where})
+            found = watch.observe({rank: Position(**where) for rank, where in told.items() if where})
             assert all(rank.process.poll() is None for rank in both), (tmp_path / "trainer1.log").read_text()
         stacks = describe_stacks({rank.rank: rank.stack() for rank in both}, {0: "here", 1: "here"})
         assert not both[1].position()["is_idle"]

@@ -18,7 +18,7 @@ from posttrain.artifacts import Receipt
 from posttrain.errors import Problem
 from posttrain.forecast.plan import build_plan
 from posttrain.forecast.plan_page import render_plan
-from posttrain.observability.provenance import Artefact
+from posttrain.observability.provenance import Artifact
 from posttrain.observability.report import render_report
 from posttrain.observability.report_data import RunData, read_run
 from posttrain.observability.report_page import CONTROLS, _environment, render_page
@@ -62,7 +62,7 @@ def examples_with(**texts: str) -> dict[str, Any]:
 
 
 def artefact_with(run: RunData, **changes: Any) -> RunData:
-    artefact = Artefact("name", run.run_folder, run.run_folder, Receipt("evaluate", (), {}, {}))
+    artefact = Artifact("name", run.run_folder, run.run_folder, Receipt("evaluate", (), {}, {}))
     return dataclasses.replace(run, artefacts=[dataclasses.replace(artefact, **changes)])
 
 

@@ -28,7 +28,7 @@ from posttrain.planner.resolve import resolve
 from posttrain.reward.answer import Failure, Grade
 from posttrain.reward.graders import GraderPool
 from posttrain.rollout.coordinator import RolloutCoordinator
-from posttrain.rollout.persisted import RolloutStore
+from posttrain.rollout.rollout_store import RolloutStore
 from posttrain.types import Prompt
 
 CONFIG = Path(__file__).parents[3] / "config"

@@ -19,7 +19,7 @@ from posttrain.engines.client import EngineClient
 from posttrain.errors import CheckpointError
 from posttrain.observability.rank_progress import PROGRESS_VARIABLE, RankProgress, read_progress, take_silent
 from posttrain.rollout.coordinator import RolloutResult
-from posttrain.rollout.persisted import RolloutStore
+from posttrain.rollout.rollout_store import RolloutStore
 from posttrain.rollout.source import StoredSource, SynchronousSource
 from posttrain.types import Prompt, Sample, SampleGroup
 

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from posttrain.config.load import merge
-from posttrain.rollout.persisted import RolloutStore
+from posttrain.rollout.rollout_store import RolloutStore
 from posttrain.training.assembly import _open_makers
 from posttrain.types import Prompt
 

@@ -15,7 +15,7 @@ def run_of(calls: list[str], finished: int, is_due_at_start: bool) -> SimpleName
     def note(word: str, result: object = None):
         return lambda *_: (calls.append(word), result)[1]
 
-    publisher = SimpleNamespace(is_due_at_start=is_due_at_start, prove_again=note("prove"))
+    publisher = SimpleNamespace(is_due_at_start=is_due_at_start, reverify=note("prove"))
     source = SimpleNamespace(wait_ready=note("ready"), collect=note("collect", "rollout"))
     state = SimpleNamespace(restore=note("restore", finished), remove_leftovers=note("tidy"))
     parts = {"publisher": publisher, "source": source, "state": state, "publish": note("publish")}

@@ -23,13 +23,13 @@ for _ in range(3):
 def test_one_probe_of_three_decides_nothing() -> None:
     watch = SlowRanks()
     slow, well, busy = [1.0, 1.0, 5.0, 1.0], [1.0, 1.0, 1.0, 1.0], [5.0, 5.0, 5.0, 5.0]
-    found = [watch.look(seconds) for seconds in (slow, well, well, slow, busy, slow)]
+    found = [watch.observe(seconds) for seconds in (slow, well, well, slow, busy, slow)]
     assert found == [{}, {}, {}, {}, {2: 5.0}, {2: 5.0}]
 
 
 def test_of_two_ranks_the_slower_one_is_found() -> None:
     watch = SlowRanks()
-    assert [watch.look([1.0, 4.0]) for _ in range(3)][-1] == {1: 4.0}
+    assert [watch.observe([1.0, 4.0]) for _ in range(3)][-1] == {1: 4.0}
 
 
 def test_a_rank_that_is_stopped_most_of_the_time() -> None:
@@ -40,7 +40,7 @@ def test_a_rank_that_is_stopped_most_of_the_time() -> None:
         hindered = ranks[1]
         throttle = subprocess.Popen([sys.executable, "-c", THROTTLE, str(hindered.pid)])
         for _ in range(3):
-            named = watch.look([probe_of(rank) for rank in ranks])
+            named = watch.observe([probe_of(rank) for rank in ranks])
         throttle.kill()
         throttle.wait()
     finally:

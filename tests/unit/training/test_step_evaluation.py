@@ -13,10 +13,10 @@ from aiohttp.test_utils import TestServer
 
 from posttrain.checkpoint.tiny.tokenizer import make_tokenizer, stop_token_ids
 from posttrain.config.load import merge
-from posttrain.config.suites import exams_of
+from posttrain.config.suites import eval_tasks_of
 from posttrain.data.chat import ChatTokenizer
 from posttrain.engines.client import EngineClient
-from posttrain.evaluation.heldout import Exam
+from posttrain.evaluation.heldout import EvalTask
 from posttrain.observability.rank_progress import EVALUATION, PROGRESS_VARIABLE, read_progress
 from posttrain.reward.graders import GraderPool
 from posttrain.training.step_evaluation import StepEvaluation, result_of
@@ -61,7 +61,7 @@ def opened(tmp_path: Path, tokenizer: ChatTokenizer) -> Iterator[tuple[StepEvalu
     """An evaluation whose engine has the weights after four steps."""
     config = merge({"model": "tiny", "site": "local", "evaluation": {"suites": SUITES}}, CONFIG_DIR).config
     prompts = [Prompt(i, ({"role": "user", "content": f"{i}"},), label) for i, label in enumerate("017")]
-    exams = [Exam(name, of_exam, prompts) for name, of_exam in exams_of(config).items()]
+    eval_tasks = [EvalTask(name, of_exam, prompts) for name, of_exam in eval_tasks_of(config).items()]
     engine, application = Engine(tokenizer, 4), web.Application()
     application.router.add_post("/generate", engine.generate)
     with asyncio.Runner() as runner, GraderPool.of(config) as graders:
@@ -69,7 +69,7 @@ def opened(tmp_path: Path, tokenizer: ChatTokenizer) -> Iterator[tuple[StepEvalu
         runner.run(server.start_server())
         client = EngineClient([str(server.make_url(""))], "secret", 10)
         runner.run(client.__aenter__())
-        yield StepEvaluation(exams, tokenizer, client, graders, tmp_path / "evaluations", runner), engine
+        yield StepEvaluation(eval_tasks, tokenizer, client, graders, tmp_path / "evaluations", runner), engine
         runner.run(client.__aexit__(None, None, None))
         runner.run(server.close())
 
@@ -83,7 +83,7 @@ def test_a_result_belongs_to_the_weights_that_answered(opened: tuple[StepEvaluat
     assert engine.num_asked == 3 * 4 + 3 * 2
     kept = json.loads(result_of(tmp_path / "evaluations", 4).read_text())
     assert kept["finished"] == 4
-    assert [len(exam["pass_at"]) for exam in kept["exams"].values()] == [3, 2]
+    assert [len(eval_task["pass_at"]) for eval_task in kept["exams"].values()] == [3, 2]
     # An engine that restarted would serve other ones.
     with pytest.raises(RuntimeError, match="expected \\(8,\\)"):
         evaluation.measure(8)

@@ -24,7 +24,7 @@ MEMBER = f"""
 import json, sys
 import torch
 from posttrain_weights.channel import Channel
-from posttrain_weights.transport import Way, meet
+from posttrain_weights.transport import Transport, meet
 from posttrain_weights.receiver import Inbox
 from posttrain_weights.sender import Sender
 number, place = json.loads(sys.argv[1])
@@ -33,7 +33,7 @@ if number == 0:
     listener, place = _meeting_place()
     print(json.dumps(place), flush=True)
     channel = Channel(_store(listener, place, 2, {SECONDS}), 0, 2, {SECONDS})
-    assert channel.ways.way(0, 1) is Way.HOST
+    assert channel.ways.way(0, 1) is Transport.HOST
     sender = Sender(channel, {{}}, 0, [])
     sender.begin(0, sender.pack(0, {{1: [torch.arange({SIZE}).to(torch.uint8)[None]]}})).wait()
 else:

@@ -12,10 +12,10 @@ from tests.support.megatron_single import initialize_single_rank, test_config
 from tests.support.tiny_checkpoint import TINY
 
 from posttrain.checkpoint.formats.safetensors_io import TensorSpec
-from posttrain.weight_sync.engine_layout import CODES, Holdings, listed
+from posttrain.weight_sync.engine_layout import CODES, EngineShards, listed
 from posttrain_weights.box import Box
 from posttrain_weights.engine_handlers import pack
-from posttrain_weights.transfer_plan import HeldPart
+from posttrain_weights.transfer_plan import EngineSlice
 
 SENT = {
     "a.weight": TensorSpec((4, 2), "F8_E4M3"),
@@ -43,30 +43,30 @@ def _rank() -> None:
     initialize_single_rank(test_config(TINY))
 
 
-def held_of(engines: Engines | None) -> tuple[Holdings, asyncio.Runner]:
+def held_of(engines: Engines | None) -> tuple[EngineShards, asyncio.Runner]:
     runner = asyncio.Runner()
-    return Holdings(cast(Any, SimpleNamespace(sent_specs=SENT)), cast(Any, engines), runner), runner
+    return EngineShards(cast(Any, SimpleNamespace(sent_specs=SENT)), cast(Any, engines), runner), runner
 
 
 def test_parts_have_numbers_of_their_own_and_ranks_name_them() -> None:
     upper, lower = [0, 0, 0, 2, 2, CODES], [0, 2, 0, 2, 2, CODES]
     scale, b = [1, 0, 0, 1, 1, "float32"], [2, 0, 0, 2, 2, "bfloat16"]
     engines = Engines([([upper, scale, b], []), ([lower, scale, b], [])], [([b, upper, scale], ["b.weight"])])
-    holdings, runner = held_of(engines)
+    engine_shards, runner = held_of(engines)
     with runner:
-        held = holdings.held
+        held = engine_shards.held
         assert held.parts == [
-            HeldPart("a.weight", Box(0, 0, 2, 2), CODES),
-            HeldPart("a.weight_scale_inv", Box(0, 0, 1, 1), "float32"),
-            HeldPart("b.weight", Box(0, 0, 2, 2), "bfloat16"),
-            HeldPart("a.weight", Box(2, 0, 2, 2), CODES),
+            EngineSlice("a.weight", Box(0, 0, 2, 2), CODES),
+            EngineSlice("a.weight_scale_inv", Box(0, 0, 1, 1), "float32"),
+            EngineSlice("b.weight", Box(0, 0, 2, 2), "bfloat16"),
+            EngineSlice("a.weight", Box(2, 0, 2, 2), CODES),
         ]
         assert held.of_ranks == [[[0, 1, 2], [3, 1, 2]], [[2, 0, 1]]]
         assert held.without == ["c.weight", "b.weight, c.weight"], "which no rank has, or which is derived there"
         assert held.firsts == {(0, 0): 0, (0, 1): 1, (0, 2): 2, (1, 0): 3}
-        assert holdings.held is held
-        holdings.forget()
-        assert holdings.held.of_ranks == held.of_ranks
+        assert engine_shards.held is held
+        engine_shards.reset()
+        assert engine_shards.held.of_ranks == held.of_ranks
         assert engines.asked == 2
 
 
@@ -75,9 +75,9 @@ def test_scales_are_expected_where_codes_are_held() -> None:
     as_codes = [[0, 0, 0, 4, 2, CODES], *as_numbers[1:]]
     scale = [1, 0, 0, 1, 1, "float32"]
     engines = Engines([(as_numbers, [])], [(as_codes, [])], [([*as_numbers, scale], [])], [([*as_codes, scale], [])])
-    holdings, runner = held_of(engines)
+    engine_shards, runner = held_of(engines)
     with runner:
-        assert holdings.held.without == ["", "a.weight_scale_inv", "a.weight_scale_inv", ""]
+        assert engine_shards.held.without == ["", "a.weight_scale_inv", "a.weight_scale_inv", ""]
 
 
 def test_five_names_are_listed_and_the_others_counted() -> None:
@@ -86,7 +86,7 @@ def test_five_names_are_listed_and_the_others_counted() -> None:
 
 
 def test_a_rank_without_a_client_holds_nothing() -> None:
-    holdings, runner = held_of(None)
+    engine_shards, runner = held_of(None)
     with runner:
-        assert (holdings.held.parts, holdings.held.of_ranks) == ([], [])
+        assert (engine_shards.held.parts, engine_shards.held.of_ranks) == ([], [])
     assert torch.distributed.is_initialized()

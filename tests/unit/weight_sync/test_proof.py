@@ -37,7 +37,7 @@ def trainer(checkpoint, make_policy):
 def publishing(checkpoint, trainer, strategy="block", fp8=True, secret=SECRET, num_engines=1):
     """Yield the last engine's weights, the client, and what publishes a version."""
     from posttrain.megatron_backend.served_values import ServedValues
-    from posttrain.weight_sync.engine_layout import Holdings
+    from posttrain.weight_sync.engine_layout import EngineShards
     from posttrain.weight_sync.proof import WeightProof
     from posttrain.weight_sync.publish import WeightPublisher, served_format
 
@@ -52,9 +52,9 @@ def publishing(checkpoint, trainer, strategy="block", fp8=True, secret=SECRET, n
         client = EngineClient([str(server.make_url("/")) for server in servers], SECRET, 30)
         runner.run(client.__aenter__())
         values = ServedValues(weights, served_format(config))
-        holdings = Holdings(values, client, runner)
-        proof = WeightProof(holdings, secret)
-        publisher = WeightPublisher(config, holdings, folder / "none", folder, proof)
+        engine_shards = EngineShards(values, client, runner)
+        proof = WeightProof(engine_shards, secret)
+        publisher = WeightPublisher(config, engine_shards, folder / "none", folder, proof)
         try:
             yield workers[-1]._model, client, publisher, proof, runner
         finally:
@@ -67,7 +67,7 @@ def publishing(checkpoint, trainer, strategy="block", fp8=True, secret=SECRET, n
 def test_what_is_sent_is_what_is_held(checkpoint, trainer, strategy, fp8) -> None:
     with publishing(checkpoint, trainer, strategy, fp8) as (_, client, publisher, proof, runner):
         publisher.publish(1)
-        assert {part.name for part in proof._holdings.held.parts} == set(trainer[1].names)
+        assert {part.name for part in proof._engine_shards.held.parts} == set(trainer[1].names)
         digests = [
             unpacked(runner.run(client.ask_ranks("digests", key=key_of(SECRET, version).hex()))[0][0])
             for version in ("1", "2")
@@ -118,13 +118,13 @@ def test_what_is_digested_at_a_time_has_so_many_bytes() -> None:
 
 def test_an_engine_that_holds_something_else_at_the_end_of_a_rollout_is_named(checkpoint, trainer) -> None:
     with publishing(checkpoint, trainer) as (model, _, publisher, _, _):
-        publisher.prove_again()  # of nothing: no version was published
+        publisher.reverify()  # of nothing: no version was published
         publisher.publish(1)
-        publisher.prove_again()
+        publisher.reverify()
         with torch.no_grad():
             views_by_hub_name(dict(model.named_parameters()))[GATE].mul_(2)
         with pytest.raises(RuntimeError, match=rf"weight version 1: .*\(engine 0: {re.escape(GATE)}\)"):
-            publisher.prove_again()
+            publisher.reverify()
 
 
 def test_an_engine_that_is_another_process_at_the_end_of_a_rollout_is_told_from_one_with_other_weights(
@@ -137,7 +137,7 @@ def test_an_engine_that_is_another_process_at_the_end_of_a_rollout_is_told_from_
         runner.run(client.call_all("POST", "/update_weight_version", {"new_version": "default"}))
         told = r"\(engine 0: it serves version default: it was started again, or somebody else has updated it\)"
         with pytest.raises(RuntimeError, match=told):
-            publisher.prove_again()
+            publisher.reverify()
 
 
 def test_a_tensor_that_an_engine_does_not_have_is_named(checkpoint, trainer, monkeypatch) -> None:
@@ -174,13 +174,13 @@ def test_what_is_not_finite_is_not_sent(checkpoint, trainer, strategy) -> None:
 
 def test_no_weights_are_gathered_while_layers_are_lent(trainer) -> None:
     """A forward pass gathers what has not been since the last update: of a layer that others have lent already."""
+    from posttrain.megatron_backend.quantized_weights import QuantizedWeights
     from posttrain.megatron_backend.served_values import ServedValues
-    from posttrain.megatron_backend.weight_lender import WeightLender
 
     policy, weights = trainer
     groups = [g for chunk in policy.wrapped for g in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
     for group in groups:
         group.param_gather_dispatched = False
-    with WeightLender(policy, ServedValues(weights, None)).lent():
+    with QuantizedWeights(policy, ServedValues(weights, None)).lent():
         assert [group.param_gather_dispatched for group in groups] == [True] * len(groups)
         assert [group.param_gather_handle for group in groups] == [None] * len(groups)

@@ -17,7 +17,7 @@ from posttrain.engines.client import EngineClient
 from posttrain.engines.tensor_payload import deserialize_bucket
 from posttrain.errors import CheckpointError
 from posttrain.planner.resolve import resolve
-from posttrain.weight_sync.engine_layout import Holdings
+from posttrain.weight_sync.engine_layout import EngineShards
 from posttrain.weight_sync.publish import WeightPublisher, served_format, untrained
 
 CONFIG = Path(__file__).parents[3] / "config"
@@ -101,11 +101,11 @@ def publish(engine, folder, tensors, mtp_steps, architecture=TINY, **settings):
         runner.run(server.start_server())
         client = EngineClient([str(server.make_url(""))], "", 10)
         runner.run(client.__aenter__())
-        holdings = Holdings(Weights(tensors), client, runner)
-        publisher = WeightPublisher(config, holdings, folder.parent / "shared", folder)
+        engine_shards = EngineShards(Weights(tensors), client, runner)
+        publisher = WeightPublisher(config, engine_shards, folder.parent / "shared", folder)
         publisher.publish(4)
         assert not publisher.is_due_at_start, "that is for what goes from each rank to each"
-        publisher.prove_again()  # of nothing, where engines cannot
+        publisher.reverify()  # of nothing, where engines cannot
         runner.run(client.__aexit__(None, None, None))
         runner.run(server.close())
 

@@ -12,8 +12,8 @@ from tests.support.megatron_single import run_gangs
 from posttrain.weight_sync.sharded import _passed_on, _shared
 from posttrain_weights.box import Box
 from posttrain_weights.messages import ALIGNMENT_BYTES, Piece
-from posttrain_weights.transfer_plan import Letter
-from posttrain_weights.transport import Place, Way, Ways
+from posttrain_weights.transfer_plan import SliceTransfer
+from posttrain_weights.transport import Place, Transport, Transports
 
 LAYOUTS = {
     "tensor, expert, data": {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2},
@@ -82,28 +82,28 @@ def test_ways_between_members() -> None:
         "one without a GPU": ([a, b, cpu, b], "host host host shared"),
     }
     for name, (places, expected) in ways.items():
-        found = Ways(places, relays=2)
+        found = Transports(places, relays=2)
         assert [found.way(*pair).value for pair in ((0, 2), (0, 3), (1, 2), (1, 3))] == expected.split(), name
-    together = Ways([a, b, a, b], relays=2)
+    together = Transports([a, b, a, b], relays=2)
     assert together.group == [0, 1]
     assert [together.neighbour(*pair) for pair in ((0, 2), (0, 3), (1, 2), (1, 3))] == [0, 1, 0, 1]
-    assert Ways([a, b, a, b], relays=0).way(0, 3) is Way.HOST, "nobody passes on what changes alone"
-    assert Ways([a, b, c, a._replace(device="d")], relays=0).group == [0, 1, 2, 3]
+    assert Transports([a, b, a, b], relays=0).way(0, 3) is Transport.HOST, "nobody passes on what changes alone"
+    assert Transports([a, b, c, a._replace(device="d")], relays=0).group == [0, 1, 2, 3]
 
 
 def test_a_rank_passes_on_what_comes_for_the_engine_on_its_gpu() -> None:
-    """Trainers 0 and 1, engines 2 and 3, in pairs on two GPUs; each letter has 128 bytes."""
+    """Trainers 0 and 1, engines 2 and 3, in pairs on two GPUs; each transfer has 128 bytes."""
     a, b = Place("a", "host", "2.30.7"), Place("b", "host", "2.30.7")
-    ways, box = Ways([a, b, a, b], relays=2), Box(0, 0, 4, 8)
+    ways, box = Transports([a, b, a, b], relays=2), Box(0, 0, 4, 8)
     pairs = {0: [(0, 0), (0, 1), (1, 0)], 1: [(0, 1), (0, 1), (1, 1)]}
-    letters = [
-        Letter(sender, receiver, "w", box, box, "float32", Piece(number, 0, box))
+    transfers = [
+        SliceTransfer(sender, receiver, "w", box, box, "float32", Piece(number, 0, box))
         for number, of_round in pairs.items()
         for sender, receiver in of_round
     ]
-    assert _passed_on(letters, ways, 0, 2) == {0: {(1, 2): 128}}
-    by_second = _passed_on(letters, ways, 1, 2)
+    assert _passed_on(transfers, ways, 0, 2) == {0: {(1, 2): 128}}
+    by_second = _passed_on(transfers, ways, 1, 2)
     assert by_second == {0: {(0, 3): 128}, 1: {(0, 3): 256}}
-    mine = [letter for letter in letters if letter.sender == 1]
+    mine = [transfer for transfer in transfers if transfer.sender == 1]
     assert _shared(mine, ways, by_second, 2) == (256 + 128, [3]), "of the second round, with what it sends itself"
     assert _shared([], ways, {}, 2) == (0, [])

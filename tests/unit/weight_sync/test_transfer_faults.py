@@ -87,7 +87,7 @@ class Transfers:
     ):
         from posttrain.checkpoint.quantization.fp8 import Fp8Format
         from posttrain.megatron_backend.served_values import ServedValues
-        from posttrain.weight_sync.engine_layout import Holdings
+        from posttrain.weight_sync.engine_layout import EngineShards
         from posttrain.weight_sync.proof import WeightProof
         from posttrain.weight_sync.publish import WeightPublisher
         from posttrain.weight_sync.sharded import ShardedTransfer
@@ -100,9 +100,11 @@ class Transfers:
         self.weights, self.version, values = weights, 0, ServedValues(weights, Fp8Format(STRATEGY))
         sent = {name: (spec.shape, spec.dtype) for name, spec in values.sent_specs.items()}
         self.engines = LoopbackEngines(sent, 1, 2)
-        holdings = Holdings(values, self.engines, runner)
-        self.publisher = WeightPublisher(config, holdings, Path(), Path(), WeightProof(holdings, "of the attempt"))
-        self.publisher._sharded = self.transfer = ShardedTransfer(config, holdings, ROUND_BYTES)
+        engine_shards = EngineShards(values, self.engines, runner)
+        self.publisher = WeightPublisher(
+            config, engine_shards, Path(), Path(), WeightProof(engine_shards, "of the attempt")
+        )
+        self.publisher._sharded = self.transfer = ShardedTransfer(config, engine_shards, ROUND_BYTES)
         self.publish()
         self.wires = [Wire(rank.receiver.inbox) for rank in self.engines.ranks]
         for rank, wire in zip(self.engines.ranks, self.wires, strict=True):
@@ -291,10 +293,10 @@ def test_each_shard_is_made_once_in_an_update_and_digested_on_the_way(trainer) -
         proof.check(9, sent)
         assert len(made) == len(set(made)), "nothing is made anew to be proven"
         one_at_a_time = _Made(values, values.agreed_magnitudes(), None, False)
-        for letter in itertools.chain(*transfers.transfer._rounds):
-            one_at_a_time.part(letter)
+        for transfer in itertools.chain(*transfers.transfer._rounds):
+            one_at_a_time.part(transfer)
             assert {name.removesuffix("_scale_inv") for name, *_ in one_at_a_time._parts} == {
-                letter.name.removesuffix("_scale_inv")
+                transfer.name.removesuffix("_scale_inv")
             }
 
 
@@ -308,7 +310,7 @@ def test_after_a_fault_or_a_new_engine_everything_comes(trainer) -> None:
         assert transfers.num_wrong == 0
         assert transfers.num_sent() < whole / 4
         assert transfers.publisher.is_due_at_start
-        transfers.publisher.meet_again()
+        transfers.publisher.reconnect()
         assert transfers.num_sent() > whole
         assert transfers.num_wrong == 0
 

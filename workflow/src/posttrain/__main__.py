@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.artifacts import Paths
-from posttrain.artifacts.sharing import announce_sharing
+from posttrain.artifacts.group_permissions import announce_sharing
 from posttrain.cli import RESOLVED, add_option, run
 from posttrain.config.command_line import CONFIG_DIR, read_request
 from posttrain.config.load import Resolved

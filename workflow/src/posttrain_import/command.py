@@ -15,13 +15,13 @@ from rich.text import Text
 from posttrain.artifacts import write_text
 from posttrain.config.command_line import CONFIG_DIR, read_request
 from posttrain.errors import ConfigError, Problem, one_line, raise_if_any
+from posttrain_import.config_file import render
 from posttrain_import.importing import Told, import_flags
 from posttrain_import.launcher import read_launcher
 from posttrain_import.model_names import model_of
 from posttrain_import.script import Script, read_text
 from posttrain_import.shell import read_shell
 from posttrain_import.table import ROWS
-from posttrain_import.written import render
 
 # How scripts of trainers that are not read are recognised.
 _OTHERS = {

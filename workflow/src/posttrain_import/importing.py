@@ -21,7 +21,7 @@ from posttrain.config.load import Resolved, merge
 from posttrain.errors import ConfigError, Problem
 from posttrain.planner.sizing.layout_choice import choose_layout
 from posttrain_import.expression import literal
-from posttrain_import.planned import as_plain, disagreement, emitted
+from posttrain_import.planned_flags import as_plain, disagreement, emitted
 from posttrain_import.row import NotHere, Row
 from posttrain_import.script import UNSET, Given, Script
 from posttrain_import.table import ROWS

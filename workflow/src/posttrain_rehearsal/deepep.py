@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from posttrain_rehearsal.compiled import require_same_device
 from posttrain_rehearsal.recorder import Recorder
+from posttrain_rehearsal.transformer_engine import require_same_device
 
 
 @dataclass(frozen=True)

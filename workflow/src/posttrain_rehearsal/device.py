@@ -19,9 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from posttrain_rehearsal.compiled import require_same_type
 from posttrain_rehearsal.known_shapes import KnownShapes
 from posttrain_rehearsal.recorder import Recorder
+from posttrain_rehearsal.transformer_engine import require_same_type
 
 aten = torch.ops.aten
 # Questions about a tensor, which start no kernel; code asks for devices more often than it does all else.

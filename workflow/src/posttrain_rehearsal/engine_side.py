@@ -33,7 +33,7 @@ from posttrain.planner.flags.sglang_flags import nodes_per_engine, roles, sglang
 from posttrain.processes import start_child
 from posttrain.weight_sync.publish import MIB, served_format
 from posttrain_rehearsal.in_sglang.stand_in_gpus import KERNELS
-from posttrain_rehearsal.members import shallow
+from posttrain_rehearsal.rank_subset import shallow
 from posttrain_weights.load_tracer import DTYPES
 
 # Where SGLang's environment is, if it is not in the clone.

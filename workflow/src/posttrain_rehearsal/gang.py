@@ -31,9 +31,9 @@ def main() -> None:
     gang = os.getpid()
     from posttrain.artifacts.resolved_file import read_resolved
     from posttrain_rehearsal import stand_ins
-    from posttrain_rehearsal.drawn import drawn_of
-    from posttrain_rehearsal.members import is_quick, members, rehearsed_config, stage_size
+    from posttrain_rehearsal.rank_subset import is_quick, members, rehearsed_config, stage_size
     from posttrain_rehearsal.recorder import Recorder
+    from posttrain_rehearsal.sampled_shapes import sampled_shapes_of
 
     # Its advice is for whoever changes the trainer.
     logging.getLogger("megatron").setLevel(logging.ERROR)
@@ -45,7 +45,7 @@ def main() -> None:
     import posttrain.training.loop  # noqa: F401 what all ranks need is imported once
     from posttrain_rehearsal import disk
 
-    config, drawn = rehearsed_config(asked), drawn_of(asked)
+    config, drawn = rehearsed_config(asked), sampled_shapes_of(asked)
     ranks = members(config, is_quick(asked))
     disk.converted(config.model.architecture, folder / "torch_dist")
     # Who does not know it reads and leaves no messages.

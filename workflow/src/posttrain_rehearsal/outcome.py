@@ -13,14 +13,14 @@ from posttrain.config.load import Resolved
 from posttrain.config.schema import Config
 from posttrain.observability.report_page import render_page
 from posttrain.observability.verdict import Finding, Verdict
-from posttrain.planner.flags.bad_pairs import environments, find_bad_pairs, inherited_by_all
+from posttrain.planner.flags.env_conflicts import environments, find_env_conflicts, inherited_by_all
 from posttrain.planner.rehearsal_record import digest, lengths_digest
 from posttrain.planner.sizing.memory import GIB
 from posttrain.planner.sizing.memory_phases import PhaseMemory, phase_memory
-from posttrain.planner.sizing.unseen import unseen_terms
-from posttrain_rehearsal.drawn import drawn_of, rehearsed_row
-from posttrain_rehearsal.members import is_quick, stage_size, stages_of
+from posttrain.planner.sizing.untracked_memory import untracked_terms
 from posttrain_rehearsal.named_stand_ins import STAND_INS
+from posttrain_rehearsal.rank_subset import is_quick, stage_size, stages_of
+from posttrain_rehearsal.sampled_shapes import rehearsed_row, sampled_shapes_of
 from posttrain_rehearsal.traces import ACTIVATIONS, LeftOut, Trace, find_problems
 
 # What the plan adds for what no tracker sees, and for engines, which are not there.
@@ -41,7 +41,7 @@ def outcome(resolved: Resolved, rehearsed: Config, traces: Sequence[Trace], seco
         traces: Of all ranks.
         seconds: It took.
     """
-    drawn = drawn_of(resolved)
+    drawn = sampled_shapes_of(resolved)
     planned, whole, rehearsed_awake, awake = (
         phase_memory(config, drawn.assumptions, rehearsed_row(config), trainer_sleeps)
         for trainer_sleeps in (True, False)
@@ -70,7 +70,7 @@ def outcome(resolved: Resolved, rehearsed: Config, traces: Sequence[Trace], seco
         "problems": [
             problem.as_dict()
             for problem in (
-                *find_bad_pairs(resolved.config, inherited_by_all(os.environ)),
+                *find_env_conflicts(resolved.config, inherited_by_all(os.environ)),
                 *find_problems(rehearsed, traces, reserved, left_out),
             )
         ],
@@ -79,7 +79,7 @@ def outcome(resolved: Resolved, rehearsed: Config, traces: Sequence[Trace], seco
         "reserved_gib": round(reserved, 2),
         # Of those that take turns nothing is left beside a rank but what the plan counts in every phase.
         "engines_gib": 0.0 if takes_turns(resolved.config) else round(max(map(_of_engines, whole)), 2),
-        "unseen": [asdict(term) for term in unseen_terms(resolved.config)],
+        "unseen": [asdict(term) for term in untracked_terms(resolved.config)],
         "capacity_gib": resolved.config.hardware.memory_gib_per_gpu,
         "assumed": {
             "expert_imbalance": drawn.assumptions.expert_imbalance,

@@ -15,13 +15,13 @@ from posttrain.config.derived import world_size
 from posttrain.config.schema import Config
 from posttrain.engines.buckets import weight_of
 from posttrain.megatron_backend.weights import DTYPES
-from posttrain.weight_sync.engine_layout import CODES, Held, Holdings
+from posttrain.weight_sync.engine_layout import CODES, EngineLayout, EngineShards
 from posttrain_rehearsal.distributed import require_nccl_takes
 from posttrain_rehearsal.recorder import Recorder
 from posttrain_weights.channel import Channel
 from posttrain_weights.shared_memory import HANDLE_BYTES
-from posttrain_weights.transfer_plan import HeldPart
-from posttrain_weights.transport import Place, Ways
+from posttrain_weights.transfer_plan import EngineSlice
+from posttrain_weights.transport import Place, Transports
 
 # All members have the same, so that NCCL takes them.
 NCCL = "2"
@@ -39,7 +39,7 @@ def provide(recorder: Recorder, config: Config) -> None:
             assert size == len(places), f"{size} members, {len(places)} places"
             self._group, self._among_devices, self._buffers = None, None, {}
             self.rank, self.device, self.num_sent, self.num_received = rank, device, 0, 0
-            self.ways = Ways(places, relays)
+            self.ways = Transports(places, relays)
             self._members = self.ways.group
 
         def send(self, message: torch.Tensor, to: int, tag: int) -> Any:
@@ -99,7 +99,7 @@ def engine_sizes(config: Config) -> list[int]:
 
 
 @dataclass(frozen=True)
-class MadeUpHoldings(Holdings):
+class SimulatedEngineShards(EngineShards):
     """Each engine holds what ranks that are there have of one layer and expert of each kind, dealt to its ranks.
 
     Args:
@@ -109,7 +109,7 @@ class MadeUpHoldings(Holdings):
     config: Config
 
     @cached_property
-    def held(self) -> Held:
+    def held(self) -> EngineLayout:
         """What they hold."""
         of_senders: dict[int, dict[str, None]] = defaultdict(dict)
         for name, boxes in self.values.holders.items():
@@ -118,13 +118,13 @@ class MadeUpHoldings(Holdings):
         names = {name for held in of_senders.values() for name in one_of_each_kind([*held])}
         dtypes = {name: str(DTYPES.get(spec.dtype, CODES)) for name, spec in self.values.sent_specs.items()}
         parts = [
-            HeldPart(name, box, dtypes[name].removeprefix("torch."))
+            EngineSlice(name, box, dtypes[name].removeprefix("torch."))
             for name, boxes in self.values.holders.items()
             if weight_of(name) in names
             for box in boxes
         ]
         sizes = engine_sizes(self.config)
-        return Held(
+        return EngineLayout(
             parts, [[[*range(rank, len(parts), size)] for rank in range(size)] for size in sizes], [""] * len(sizes)
         )
 

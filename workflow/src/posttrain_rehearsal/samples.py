@@ -16,10 +16,10 @@ from posttrain.engines.routes import smallest
 from posttrain.planner.sizing.activations import fullest_micro_batch
 from posttrain.planner.sizing.assumptions import ASSUMPTIONS
 from posttrain.rollout.coordinator import RolloutResult
-from posttrain.rollout.persisted import RolloutStore
+from posttrain.rollout.rollout_store import RolloutStore
 from posttrain.training.batch import plan_rows, row_multiples
 from posttrain.types import Prompt, Routes, Sample, SampleGroup
-from posttrain_rehearsal.drawn import AS_PLANNED, Drawn, Length, rehearsed_row
+from posttrain_rehearsal.sampled_shapes import AS_PLANNED, Length, SampledShapes, rehearsed_row
 
 # Lengths of the first step's samples, as parts of the longest: most have the first, some of the first data-parallel
 # rank the second, some of the others the third. Few: each new length of a row takes time.
@@ -32,7 +32,7 @@ TRIES = 3
 NEVER = 100
 
 
-def shortened(config: Config, drawn: Drawn = AS_PLANNED) -> Config:
+def shortened(config: Config, drawn: SampledShapes = AS_PLANNED) -> Config:
     """Return the configuration for a few micro-batches a step: as many as fill the pipeline.
 
     What a run compares now and then is compared in the second step, with the fullest rows and beside the whole state.
@@ -70,7 +70,7 @@ class MadeUpRollouts:
         drawn: Given lengths, if there are any.
     """
 
-    def __init__(self, config: Config, drawn: Drawn = AS_PLANNED):
+    def __init__(self, config: Config, drawn: SampledShapes = AS_PLANNED):
         self._config, self._drawn, self._longest = config, drawn, rehearsed_row(config).longest
         self._routes = self._one_file() if config.algorithm.routing_replay else None
 

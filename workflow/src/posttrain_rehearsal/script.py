@@ -20,10 +20,10 @@ from posttrain.planner.sizing.assumptions import Assumptions
 from posttrain.planner.sizing.phases import ASLEEP
 from posttrain_rehearsal.device import SimulatedDevice
 from posttrain_rehearsal.distributed import Groups, join
-from posttrain_rehearsal.drawn import Drawn
-from posttrain_rehearsal.members import stage_size
 from posttrain_rehearsal.messages import Messages
+from posttrain_rehearsal.rank_subset import stage_size
 from posttrain_rehearsal.recorder import Recorder
+from posttrain_rehearsal.sampled_shapes import SampledShapes
 from posttrain_rehearsal.samples import MadeUpRollouts, shortened
 
 aten = torch.ops.aten
@@ -32,7 +32,9 @@ STEPS = 2
 MOST_PREFERRED, BISECTIONS = 8.0, 12
 
 
-def rehearse(config: Config, drawn: Drawn, rank: int, recorder: Recorder, messages: Messages, files: Path) -> None:
+def rehearse(
+    config: Config, drawn: SampledShapes, rank: int, recorder: Recorder, messages: Messages, files: Path
+) -> None:
     """Be a rank: see the head of this file.
 
     Args:
@@ -47,7 +49,7 @@ def rehearse(config: Config, drawn: Drawn, rank: int, recorder: Recorder, messag
     from posttrain.megatron_backend.model import build_policy
     from posttrain.megatron_backend.simulated import tell_of_late_gradients
     from posttrain.training import loop
-    from posttrain_rehearsal import asleep, disk, repeats, values
+    from posttrain_rehearsal import disk, memoized_ops, simulated_sleep, values
 
     small = shortened(config, drawn)
     groups = Groups(recorder, messages)
@@ -59,9 +61,9 @@ def rehearse(config: Config, drawn: Drawn, rank: int, recorder: Recorder, messag
         lambda buffer: recorder.late.append(recorder.place_of(buffer.grad_data.untyped_storage()._cdata))
     )
     disk.provide(device.fake)
-    repeats.provide(recorder)
+    memoized_ops.provide(recorder)
     values.provide(recorder, device, spoils=rank == messages.members[0])
-    asleep.provide(device, recorder)
+    simulated_sleep.provide(device, recorder)
     with device:
         with recorder.phase("build"):
             initialize(small)
@@ -91,7 +93,7 @@ def rehearse(config: Config, drawn: Drawn, rank: int, recorder: Recorder, messag
 
 
 def _sleeper(recorder: Recorder, policy: Any) -> Any:
-    from posttrain_rehearsal.asleep import SimulatedSleep
+    from posttrain_rehearsal.simulated_sleep import SimulatedSleep
 
     return SimulatedSleep(policy, lambda: _label(recorder, policy))
 
@@ -169,7 +171,7 @@ class _Metrics:
 
 def _run_of(
     config: Config,
-    drawn: Drawn,
+    drawn: SampledShapes,
     policy: Any,
     state: Any,
     trainer: Any,
@@ -183,12 +185,12 @@ def _run_of(
     from posttrain.megatron_backend.weights import HubWeights
     from posttrain.rollout.source import SynchronousSource
     from posttrain.training.assembly import objective_of
+    from posttrain.training.colocation import Colocation, wait_for_all
     from posttrain.training.mismatch import EngineComparison
     from posttrain.training.run import TrainingRun
-    from posttrain.training.turns import Turns, wait_for_all
-    from posttrain.weight_sync.engine_layout import Holdings
+    from posttrain.weight_sync.engine_layout import EngineShards
     from posttrain.weight_sync.publish import WeightPublisher, served_format
-    from posttrain_rehearsal import asleep, receivers
+    from posttrain_rehearsal import receivers, simulated_sleep
 
     everybody = weights_module.gather_plain
 
@@ -204,10 +206,10 @@ def _run_of(
     published = config
     if weight_transport(config) == "sharded":
         receivers.provide(recorder, config)
-        holdings: Holdings = receivers.MadeUpHoldings(values, None, runner, config)
+        engine_shards: EngineShards = receivers.SimulatedEngineShards(values, None, runner, config)
     else:
         # Nobody is there to receive anything: what every rank would send through rank 0 is gathered.
-        holdings = Holdings(values, None, runner)
+        engine_shards = EngineShards(values, None, runner)
         published = replace(config, engine=replace(config.engine, weight_transport="tensor"))
     run = TrainingRun(
         config=config,
@@ -215,11 +217,11 @@ def _run_of(
         objective=objective_of(config),
         source=SynchronousSource(runner, share_plain, 0.0, None, MadeUpRollouts(config, drawn) if rank == 0 else None),
         comparison=EngineComparison(config, policy, values) if has_engines else None,
-        publisher=WeightPublisher(published, holdings, Path(), Path()) if has_engines else None,
+        publisher=WeightPublisher(published, engine_shards, Path(), Path()) if has_engines else None,
         state=state,
         sinks=cast(Any, _Metrics()) if rank == 0 else None,
         traces=Path(),
-        turns=Turns(trainer, asleep.NoEngines(), wait_for_all) if trainer else None,
+        turns=Colocation(trainer, simulated_sleep.NoEngines(), wait_for_all) if trainer else None,
     )
     return run, weights
 

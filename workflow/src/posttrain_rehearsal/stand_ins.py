@@ -17,7 +17,7 @@ from posttrain.config.schema import Config
 from posttrain.planner.flags.environment import capability
 from posttrain.planner.flags.sparse_kernels import sparse_kernel
 from posttrain.planner.sizing.memory import GIB
-from posttrain_rehearsal import compiled, deepep, tile_kernels
+from posttrain_rehearsal import deepep, tile_kernels, transformer_engine
 from posttrain_rehearsal.recorder import Recorder
 
 # Of every device, as `envs/rehearsal/runtime.c` has it: an H200's. Kernels that are not started do not depend on it.
@@ -59,7 +59,7 @@ def _provide_transformer_engine(recorder: Recorder) -> None:
     from transformer_engine import common
 
     module = _Compiled("transformer_engine_torch")
-    for name, value in compiled.names(recorder).items():
+    for name, value in transformer_engine.names(recorder).items():
         setattr(module, name, value)
     sys.modules["transformer_engine_torch"] = module
     common.load_framework_extension = lambda framework: None
@@ -76,8 +76,8 @@ def _provide_triton(recorder: Recorder) -> None:
 
     def start(self: Any, *arguments: Any, **options: Any) -> None:
         tensors = [value for value in (*arguments, *options.values()) if isinstance(value, torch.Tensor)]
-        compiled.require_same_device(*tensors)
-        recorder.kernel(0, compiled.num_bytes(*tensors))
+        transformer_engine.require_same_device(*tensors)
+        recorder.kernel(0, transformer_engine.num_bytes(*tensors))
 
     JITFunction.run = Autotuner.run = start
 
@@ -91,7 +91,7 @@ def _provide_compiler(recorder: Recorder) -> None:
 
         @functools.wraps(function)
         def fused(*arguments: Any, **named: Any) -> Any:
-            with recorder.fused(compiled.num_bytes(*arguments)):
+            with recorder.fused(transformer_engine.num_bytes(*arguments)):
                 return function(*arguments, **named)
 
         return fused

@@ -17,9 +17,9 @@ from posttrain.config.schema import Config
 from posttrain.errors import ConfigError, Problem
 from posttrain.planner.flags.environment import trainer_environment
 from posttrain.planner.flags.flag import as_environment
-from posttrain_rehearsal.drawn import drawn_of
-from posttrain_rehearsal.members import is_quick, members, rehearsed_config
 from posttrain_rehearsal.outcome import outcome
+from posttrain_rehearsal.rank_subset import is_quick, members, rehearsed_config
+from posttrain_rehearsal.sampled_shapes import sampled_shapes_of
 from posttrain_rehearsal.traces import read_traces
 
 # Where that environment is, if it is not in the clone.
@@ -44,7 +44,7 @@ def require_rehearsable(resolved: Resolved) -> None:
         found = f"none for {resolved.config.hardware.name}"
         remedy = "set it; a GPU that is not NVIDIA's cannot be rehearsed: its kernels and libraries are others"
         raise ConfigError([Problem("hardware.compute_capability", found, "that of an NVIDIA GPU, such as 9.0", remedy)])
-    drawn_of(resolved)
+    sampled_shapes_of(resolved)
     home()
 
 

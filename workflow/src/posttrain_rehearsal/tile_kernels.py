@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from posttrain_rehearsal.compiled import num_bytes, require_same_device
 from posttrain_rehearsal.recorder import Recorder
+from posttrain_rehearsal.transformer_engine import num_bytes, require_same_device
 
 # Products of a pair of a query and a key over the key's width and the value's: scores, output; backward their
 # gradients for both factors and the scores again (`tilelang_sparse_mla_fwd.py`, `tilelang_sparse_mla_bwd.py`).

@@ -15,7 +15,7 @@ from posttrain.config.schema import Config
 from posttrain.errors import Problem
 from posttrain.planner.sizing.memory import GIB
 from posttrain.planner.sizing.phases import OPTIMIZER, PHASES, TRAINER
-from posttrain_rehearsal.members import stage_size
+from posttrain_rehearsal.rank_subset import stage_size
 
 KEY = "rehearsal"
 # How many tokens go where is a matter of values: of these calls only the order is compared.

@@ -16,7 +16,7 @@ from posttrain.config.load import Resolved, load_resolved, merge
 from posttrain.config.model_names import known_models, plain_name
 from posttrain.config.schema import Architecture, Config
 from posttrain.errors import ConfigError, Problem, one_line
-from posttrain_serving.scales_of_activations import check_scales
+from posttrain_serving.activation_scales import check_scales
 
 CONFIG_FILE, RESOLVED_FILE = "config.json", "config.resolved.yaml"
 # The same weights in other precisions, as the seeds of this project name them: `sglang-glm5-cookbook.txt`,

@@ -11,13 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from posttrain.checkpoint.canary import CANARY_NAME, read_canary
+from posttrain.checkpoint.reference_logprobs import CANARY_NAME, read_reference_logprobs
 from posttrain.config.command_line import CONFIG_DIR, read_request
 from posttrain.config.load import Resolved, merge
 from posttrain.config.request import parse_request
 from posttrain.config.schema import Config, Hardware
 from posttrain.engines.calls import EngineError
-from posttrain.engines.canary import hold, told
+from posttrain.engines.reference_logprobs import hold, told
 from posttrain.engines.secret import SECRET_VARIABLE
 from posttrain.errors import ConfigError, Problem, raise_if_any
 from posttrain.launch.slurm_query import job_is_alive
@@ -28,6 +28,7 @@ from posttrain_serving.checkpoint import Checkpoint, find_checkpoint, of_run
 from posttrain_serving.foreground import serve_in_foreground, told_to_end
 from posttrain_serving.launch import Launch, Process, plan_launch, url_of
 from posttrain_serving.script import render
+from posttrain_serving.serve_request import LOCAL, ServeRequest
 from posttrain_serving.servers import (
     Server,
     digest_of,
@@ -38,7 +39,6 @@ from posttrain_serving.servers import (
     write_server,
 )
 from posttrain_serving.slurm_servers import job_of_this_process, place_in_job, stop, submit
-from posttrain_serving.wish import LOCAL, Wish
 
 # What `site=` and `configs=` say of where files are; any other word describes the run whose export is served.
 PLACES = ("site", "configs")
@@ -64,7 +64,7 @@ def main(
     **options: Any,
 ) -> None:
     """Find the checkpoint, put the command together, and show it or run it; or ask or end a server that runs."""
-    wish = Wish.of(options)
+    serve_request = ServeRequest.of(options)
     request = read_request(CONFIG_DIR, files, words)
     place = {key: request[key] for key in PLACES if request.get(key)}
     has_run = bool({word.partition("=")[0] for word in words} - {*PLACES} or files)
@@ -73,40 +73,47 @@ def main(
     if stops:
         print("\n".join(stop(results, name)))
         return
-    found = _find(checkpoint, wish, request, place, has_run, results)
+    found = _find(checkpoint, serve_request, request, place, has_run, results)
     if checks:
         _check(checks, found)
         return
     resolved = _machine(hardware or found.hardware, place)
     job = job_of_this_process()
     rank, first_node = place_in_job() if job else (0, "")
-    wish = replace(wish, first_node=first_node)
-    launch = plan_launch(wish, found, resolved.config, _others(place))
+    serve_request = replace(serve_request, first_node=first_node)
+    launch = plan_launch(serve_request, found, resolved.config, _others(place))
     if shows:
         sys.stdout.write(render(launch, found, resolved.origins))
         sys.stdout.flush()
         return
-    _check_launch(launch, wish, found)
+    _check_launch(launch, serve_request, found)
     is_folder, config = found.is_folder, resolved.config
-    server = Server(name, found.place, digest_of(Path(found.place)) if is_folder else "", wish.engine, "", wish.port)
+    server = Server(
+        name,
+        found.place,
+        digest_of(Path(found.place)) if is_folder else "",
+        serve_request.engine,
+        "",
+        serve_request.port,
+    )
     if config.site.launcher == "slurm" and not job:
         again = [*([checkpoint] if checkpoint else []), *words, *_spelled(files, hardware, options)]
-        _submit(launch, wish, config, results, server, again)
+        _submit(launch, serve_request, config, results, server, again)
         return
-    sys.exit(_serve(launch, wish, found, config, results, replace(server, job=job), rank))
+    sys.exit(_serve(launch, serve_request, found, config, results, replace(server, job=job), rank))
 
 
 def _find(
-    name: str, wish: Wish, request: dict[str, Any], place: dict[str, Any], has_run: bool, results: Path
+    name: str, serve_request: ServeRequest, request: dict[str, Any], place: dict[str, Any], has_run: bool, results: Path
 ) -> Checkpoint:
     if bool(name) == has_run:
         value = f"{name!r} and a run" if name else "nothing"
         allowed = "one of both: a name, or the words that describe a run"
         raise ConfigError([Problem("checkpoint", value, allowed, "posttrain serve zai-org/GLM-5-FP8, say")])
     if has_run:
-        return of_run(resolve(request, CONFIG_DIR), wish.precision)
+        return of_run(resolve(request, CONFIG_DIR), serve_request.precision)
     own = parse_request(place).own_folder
-    return find_checkpoint(name, wish.precision, [CONFIG_DIR, *([own] if own else [])], results)
+    return find_checkpoint(name, serve_request.precision, [CONFIG_DIR, *([own] if own else [])], results)
 
 
 def _machine(hardware: str, place: dict[str, Any]) -> Resolved:
@@ -133,7 +140,7 @@ def _check(address: str, checkpoint: Checkpoint) -> None:
     Raises:
         ConfigError: The checkpoint has none, or the server serves something else or cannot be asked.
     """
-    canary = read_canary(Path(checkpoint.place)) if checkpoint.is_folder else None
+    canary = read_reference_logprobs(Path(checkpoint.place)) if checkpoint.is_folder else None
     if canary is None:
         allowed = "a folder that training has exported, with what its trainer says of four prompts"
         remedy = "export the run with this version; other checkpoints have nothing to be held against"
@@ -149,24 +156,28 @@ def _check(address: str, checkpoint: Checkpoint) -> None:
     print(f"{url} serves {checkpoint.place}: {told(held)}")
 
 
-def _check_launch(launch: Launch, wish: Wish, checkpoint: Checkpoint) -> None:
+def _check_launch(launch: Launch, serve_request: ServeRequest, checkpoint: Checkpoint) -> None:
     """Reject a launch that must be started by hand or whose files are missing."""
     key, remedy = "serve", "--print shows it; start it where it belongs"
-    if launch.files or wish.prefill_apart:
-        what = f"files for {wish.engine}" if launch.files else f"{len(launch.processes)} processes"
+    if launch.files or serve_request.prefill_apart:
+        what = f"files for {serve_request.engine}" if launch.files else f"{len(launch.processes)} processes"
         raise ConfigError([Problem(key, what, "one engine", remedy)])
     if checkpoint.missing:
         raise ConfigError([Problem("checkpoint", checkpoint.place, "a folder that is there", checkpoint.missing)])
 
 
-def _submit(launch: Launch, wish: Wish, config: Config, results: Path, server: Server, words: Sequence[str]) -> None:
+def _submit(
+    launch: Launch, serve_request: ServeRequest, config: Config, results: Path, server: Server, words: Sequence[str]
+) -> None:
     """Submit a job that serves on as many nodes as it takes, and tell of it."""
     found = list(_without_secret(launch.processes[0]))
-    if wish.host in LOCAL:
+    if serve_request.host in LOCAL:
         allowed = "an address that others reach, such as 0.0.0.0"
-        found.append(Problem("--host", wish.host, allowed, "give it; who reaches the node may ask (docs/serving.md)"))
+        found.append(
+            Problem("--host", serve_request.host, allowed, "give it; who reaches the node may ask (docs/serving.md)")
+        )
     raise_if_any(found)
-    name = wish.name or Path(server.name).name
+    name = serve_request.name or Path(server.name).name
     job, log = submit(config, results, server.checkpoint, words, name, launch.size.nodes)
     if not server_file(results, in_job := replace(server, job=job)).exists():  # it may run already
         write_server(results, in_job)
@@ -183,7 +194,13 @@ def _spelled(files: Sequence[Path], hardware: str, options: Mapping[str, Any]) -
 
 
 def _serve(
-    launch: Launch, wish: Wish, checkpoint: Checkpoint, config: Config, results: Path, server: Server, rank: int
+    launch: Launch,
+    serve_request: ServeRequest,
+    checkpoint: Checkpoint,
+    config: Config,
+    results: Path,
+    server: Server,
+    rank: int,
 ) -> int:
     """Run the engine in the foreground, or this node's part of it; returns its exit code."""
     if len(launch.processes) > 1 and not server.job:
@@ -194,8 +211,8 @@ def _serve(
     gpus = visible_gpus(launch.size.num_gpus // launch.size.nodes) if has_gpus else ()
     folder = Path(checkpoint.place) if checkpoint.is_folder else None
     with told_to_end(), serving(results, replace(server, host=this_machine(), gpus=gpus), job_is_alive, rank == 0):
-        raise_problems([check_port(wish.port, wish.host)] if rank == 0 else [])
-        url = url_of(wish) if rank == 0 else ""
+        raise_problems([check_port(serve_request.port, serve_request.host)] if rank == 0 else [])
+        url = url_of(serve_request) if rank == 0 else ""
         return serve_in_foreground(process, url, folder, checkpoint.precision, launch.ready_seconds)
 
 

@@ -13,7 +13,7 @@ from posttrain.config.schema import Architecture, Config, Hardware
 from posttrain.errors import ConfigError, Problem
 from posttrain.planner.sizing.engine import SERVING_SHARE, fits, serving_gib_per_gpu
 from posttrain.readable import counted
-from posttrain_serving.wish import Wish, computed_with
+from posttrain_serving.serve_request import ServeRequest, computed_with
 
 MOST_NODES = 64
 
@@ -35,11 +35,11 @@ class Size:
     gib_per_gpu: float
 
 
-def choose_size(wish: Wish, precision: str, config: Config, others: Sequence[Hardware] = ()) -> Size:
+def choose_size(serve_request: ServeRequest, precision: str, config: Config, others: Sequence[Hardware] = ()) -> Size:
     """Return the smallest engine that fits, or that of the nodes asked for.
 
     Args:
-        wish: What is asked for.
+        serve_request: What is asked for.
         precision: Of the weights.
         config: With the hardware and the model.
         others: Further hardware, for the nearest that works.
@@ -48,56 +48,58 @@ def choose_size(wish: Wish, precision: str, config: Config, others: Sequence[Har
         ConfigError: It does not fit; with the nearest that does.
     """
     hardware = config.hardware
-    found = _size(wish, precision, config.model.architecture, hardware)
+    found = _size(serve_request, precision, config.model.architecture, hardware)
     if found:
         return found
     allowed = SERVING_SHARE * hardware.memory_gib_per_gpu
-    most = _sizes(wish, config.model.architecture, hardware)[-1:]
+    most = _sizes(serve_request, config.model.architecture, hardware)[-1:]
     tried = most[0] if most else hardware.gpus_per_node
-    attention = attention_of(wish, config.model.architecture)
-    kept = kept_as(wish, precision, hardware)
+    attention = attention_of(serve_request, config.model.architecture)
+    kept = kept_as(serve_request, precision, hardware)
     needed = serving_gib_per_gpu(config.model.architecture, tried, kept, attention)
     value = f"{precision} on {tried} of {hardware.name}: {needed:.1f} GiB a GPU for weights and one request"
-    nearest = _nearest(wish, precision, config, others)
+    nearest = _nearest(serve_request, precision, config, others)
     remedy = "; ".join(nearest) or f"another engine, or a model that {hardware.name} holds"
     at_most = f"at most {allowed:.1f} GiB, {SERVING_SHARE:.0%} of {hardware.memory_gib_per_gpu:g}"
-    raise ConfigError([Problem("--nodes" if wish.nodes else "--hardware", value, at_most, remedy)])
+    raise ConfigError([Problem("--nodes" if serve_request.nodes else "--hardware", value, at_most, remedy)])
 
 
-def attention_of(wish: Wish, arch: Architecture) -> str:
+def attention_of(serve_request: ServeRequest, arch: Architecture) -> str:
     """Return how requests are spread: for throughput each GPU of a model with experts has its own."""
-    apart = wish.engine == "sglang" and wish.goal == "throughput" and arch.n_routed_experts > 0
+    apart = serve_request.engine == "sglang" and serve_request.goal == "throughput" and arch.n_routed_experts > 0
     return "data_parallel" if apart else "tensor_parallel"
 
 
-def kept_as(wish: Wish, precision: str, hardware: Hardware) -> str:
+def kept_as(serve_request: ServeRequest, precision: str, hardware: Hardware) -> str:
     """Return the precision in which weights lie in memory: the embedded engine dequantises them."""
-    if wish.engine != "embedded":
+    if serve_request.engine != "embedded":
         return precision
     return "fp32" if hardware.device == "cpu" else "bf16"
 
 
-def _size(wish: Wish, precision: str, arch: Architecture, hardware: Hardware) -> Size | None:
-    precision = kept_as(wish, precision, hardware)
-    attention = attention_of(wish, arch) if hardware.device == "cuda" else "tensor_parallel"
-    for num_gpus in _sizes(wish, arch, hardware):
+def _size(serve_request: ServeRequest, precision: str, arch: Architecture, hardware: Hardware) -> Size | None:
+    precision = kept_as(serve_request, precision, hardware)
+    attention = attention_of(serve_request, arch) if hardware.device == "cuda" else "tensor_parallel"
+    for num_gpus in _sizes(serve_request, arch, hardware):
         if fits(arch, hardware, num_gpus, precision, attention):
             needed = serving_gib_per_gpu(arch, num_gpus, precision, attention)
             return Size(num_gpus, -(-num_gpus // hardware.gpus_per_node), attention, needed)
     return None
 
 
-def _sizes(wish: Wish, arch: Architecture, hardware: Hardware) -> list[int]:
+def _sizes(serve_request: ServeRequest, arch: Architecture, hardware: Hardware) -> list[int]:
     """Return sizes, smallest first, over which the heads can be spread."""
-    if wish.engine == "embedded" or hardware.device == "cpu":
+    if serve_request.engine == "embedded" or hardware.device == "cpu":
         return [1]
     node = hardware.gpus_per_node
-    if wish.nodes:
+    if serve_request.nodes:
         # Prefill and decode have half of the nodes each.
-        candidates = [node * max(wish.nodes // 2, 1) if wish.prefill_apart else node * wish.nodes]
-        if wish.nodes == 1 and wish.engine != "trtllm":
+        candidates = [
+            node * max(serve_request.nodes // 2, 1) if serve_request.prefill_apart else node * serve_request.nodes
+        ]
+        if serve_request.nodes == 1 and serve_request.engine != "trtllm":
             candidates = [size for size in range(1, node + 1) if node % size == 0]
-    elif wish.engine == "trtllm":
+    elif serve_request.engine == "trtllm":
         candidates = [node]
     else:
         within = [size for size in range(1, node + 1) if node % size == 0]
@@ -105,22 +107,24 @@ def _sizes(wish: Wish, arch: Architecture, hardware: Hardware) -> list[int]:
     return [size for size in candidates if arch.num_attention_heads % size == 0]
 
 
-def _nearest(wish: Wish, precision: str, config: Config, others: Sequence[Hardware]) -> Iterator[str]:
+def _nearest(serve_request: ServeRequest, precision: str, config: Config, others: Sequence[Hardware]) -> Iterator[str]:
     arch, hardware = config.model.architecture, config.hardware
-    free = replace(wish, nodes=0)
-    if wish.nodes and (larger := _size(free, precision, arch, hardware)):
-        nodes = larger.nodes * (2 if wish.prefill_apart else 1)
+    free = replace(serve_request, nodes=0)
+    if serve_request.nodes and (larger := _size(free, precision, arch, hardware)):
+        nodes = larger.nodes * (2 if serve_request.prefill_apart else 1)
         yield f"--nodes {nodes} ({counted(larger.num_gpus, 'GPU')})"
-    if wish.goal == "throughput" and _size(replace(wish, goal="latency"), precision, arch, hardware):
+    if serve_request.goal == "throughput" and _size(replace(serve_request, goal="latency"), precision, arch, hardware):
         yield "--goal latency, which needs less"
     # The embedded engine is one GPU, whichever the hardware; SGLang spreads the same weights over several.
-    if wish.engine == "embedded" and (spread := _size(replace(free, engine="sglang"), precision, arch, hardware)):
+    if serve_request.engine == "embedded" and (
+        spread := _size(replace(free, engine="sglang"), precision, arch, hardware)
+    ):
         yield f"--engine sglang ({counted(spread.num_gpus, 'GPU')})"
-    for other in computed_with(wish, hardware):
-        if other != precision and _size(wish, other, arch, hardware):
+    for other in computed_with(serve_request, hardware):
+        if other != precision and _size(serve_request, other, arch, hardware):
             yield f"--precision {other}"
     roomy = [one for one in others if one.memory_gib_per_gpu > hardware.memory_gib_per_gpu]
     for one in sorted(roomy, key=lambda other: other.memory_gib_per_gpu):
-        if precision in computed_with(wish, one) and _size(wish, precision, arch, one):
+        if precision in computed_with(serve_request, one) and _size(serve_request, precision, arch, one):
             yield f"--hardware {one.name}"
             return

@@ -13,10 +13,10 @@ from types import FrameType
 
 import psutil
 
-from posttrain.checkpoint.canary import read_canary
+from posttrain.checkpoint.reference_logprobs import read_reference_logprobs
 from posttrain.engines.calls import EngineError
-from posttrain.engines.canary import hold, told, wait_healthy
 from posttrain.engines.process import ended_with_family
+from posttrain.engines.reference_logprobs import hold, told, wait_healthy
 from posttrain.engines.secret import SECRET_VARIABLE
 from posttrain.planner.flags.environment import started_with
 from posttrain.planner.flags.flag import as_environment
@@ -53,7 +53,7 @@ def serve_in_foreground(
         RuntimeError: It did not become healthy in time, or cannot be asked; the same.
         CheckpointError: The canary cannot be read.
     """
-    canary = read_canary(folder) if folder else None
+    canary = read_reference_logprobs(folder) if folder else None
     secret = os.environ.get(SECRET_VARIABLE, "") if process.is_ours else ""
     argv, told_by = ended_with_family(process.argv)
     child = start_child(argv, told_by, env=started_with(os.environ, as_environment(process.environment)))

@@ -19,7 +19,7 @@ from posttrain.planner.flags.sglang_flags import DECODE, PREFILL, UNIFIED, embed
 from posttrain.planner.sizing.engine import SERVING_SHARE
 from posttrain.planner.timing.serving_load import ServedRow
 from posttrain_serving.checkpoint import Checkpoint
-from posttrain_serving.expected import expected_speed
+from posttrain_serving.expected_speed import expected_speed
 from posttrain_serving.fit import Size, choose_size
 from posttrain_serving.flags.serving_flags import (
     CARD,
@@ -34,7 +34,7 @@ from posttrain_serving.flags.serving_flags import (
 from posttrain_serving.flags.trtllm_flags import YAML_FILE, trtllm_flags, trtllm_yaml
 from posttrain_serving.flags.vllm_flags import MEMORY_UTILIZATION, compiled_at_start, vllm_flags
 from posttrain_serving.notes import notes_of
-from posttrain_serving.wish import LOCAL, Wish, check_wish
+from posttrain_serving.serve_request import LOCAL, ServeRequest, check_serve_request
 
 # Where nodes of one engine meet, and engines that prefill those that decode; below the ports of outgoing connections.
 MEETING_PORT, BOOTSTRAP_PORT = 20000, 8998
@@ -90,11 +90,13 @@ class Launch:
     compiles: str
 
 
-def plan_launch(wish: Wish, checkpoint: Checkpoint, config: Config, others: Sequence[Hardware] = ()) -> Launch:
+def plan_launch(
+    serve_request: ServeRequest, checkpoint: Checkpoint, config: Config, others: Sequence[Hardware] = ()
+) -> Launch:
     """Return how a checkpoint is served.
 
     Args:
-        wish: What is asked for.
+        serve_request: What is asked for.
         checkpoint: What is served.
         config: With the hardware; its model and engine are not looked at.
         others: Further hardware, which may be the nearest that works.
@@ -104,37 +106,37 @@ def plan_launch(wish: Wish, checkpoint: Checkpoint, config: Config, others: Sequ
     """
     model = replace(config.model, name=checkpoint.name, architecture=checkpoint.architecture)
     config = replace(config, model=model)
-    raise_if_any(list(check_wish(wish, checkpoint.precision, config, others)))
-    size = choose_size(wish, checkpoint.precision, config, others)
-    config = engine_config(wish, checkpoint, config, size)
-    make = {"sglang": _sglang, "vllm": _vllm, "trtllm": _trtllm, "embedded": _embedded}[wish.engine]
-    processes = tuple(make(wish, checkpoint, config, size))
-    files = {YAML_FILE: trtllm_yaml(wish.goal)} if wish.engine == "trtllm" else {}
-    notes = notes_of(wish, checkpoint, config, [item for process in processes for item in process.flags])
+    raise_if_any(list(check_serve_request(serve_request, checkpoint.precision, config, others)))
+    size = choose_size(serve_request, checkpoint.precision, config, others)
+    config = engine_config(serve_request, checkpoint, config, size)
+    make = {"sglang": _sglang, "vllm": _vllm, "trtllm": _trtllm, "embedded": _embedded}[serve_request.engine]
+    processes = tuple(make(serve_request, checkpoint, config, size))
+    files = {YAML_FILE: trtllm_yaml(serve_request.goal)} if serve_request.engine == "trtllm" else {}
+    notes = notes_of(serve_request, checkpoint, config, [item for process in processes for item in process.flags])
     gpus = f"{size.num_gpus} of {config.hardware.name}, {size.nodes} node{'s' if size.nodes > 1 else ''}"
-    twice = " each for prefill and decode" if wish.prefill_apart else ""
+    twice = " each for prefill and decode" if serve_request.prefill_apart else ""
     needed = f"{size.gib_per_gpu:.1f} GiB a GPU for weights and one request of 32,768 tokens"
-    what = f"{checkpoint.place} in {checkpoint.precision} by {wish.engine}"
-    headline = f"{what} on {gpus}{twice}, for {wish.goal}: {needed}"
-    expected = expected_speed(wish, checkpoint.precision, config, size)
-    compiled = compiled_at_start(config, wish.engine, checkpoint.precision)
+    what = f"{checkpoint.place} in {checkpoint.precision} by {serve_request.engine}"
+    headline = f"{what} on {gpus}{twice}, for {serve_request.goal}: {needed}"
+    expected = expected_speed(serve_request, checkpoint.precision, config, size)
+    compiled = compiled_at_start(config, serve_request.engine, checkpoint.precision)
     seconds = ready_seconds(config, bool(compiled))
     return Launch(headline, processes, files, tuple(notes), size, expected, seconds, compiled)
 
 
-def url_of(wish: Wish) -> str:
+def url_of(serve_request: ServeRequest) -> str:
     """Return where an engine on this machine answers who asks from here."""
-    host = "127.0.0.1" if wish.host in ("0.0.0.0", "::", "localhost") else wish.host
-    return f"http://{f'[{host}]' if ':' in host else host}:{wish.port}"
+    host = "127.0.0.1" if serve_request.host in ("0.0.0.0", "::", "localhost") else serve_request.host
+    return f"http://{f'[{host}]' if ':' in host else host}:{serve_request.port}"
 
 
-def engine_config(wish: Wish, checkpoint: Checkpoint, config: Config, size: Size) -> Config:
+def engine_config(serve_request: ServeRequest, checkpoint: Checkpoint, config: Config, size: Size) -> Config:
     """Return the configuration with the engine that serves, from which the tables of flags are read."""
     hardware, arch = config.hardware, checkpoint.architecture
-    drafts = wish.goal == "latency" and arch.num_nextn_predict_layers > 0 and hardware.kernels.speculative
+    drafts = serve_request.goal == "latency" and arch.num_nextn_predict_layers > 0 and hardware.kernels.speculative
     engine = replace(
         config.engine,
-        kind="embedded" if wish.engine == "embedded" else "sglang",
+        kind="embedded" if serve_request.engine == "embedded" else "sglang",
         gpus_per_engine=size.num_gpus,
         num_engines=1,
         own_nodes=0,
@@ -143,47 +145,47 @@ def engine_config(wish: Wish, checkpoint: Checkpoint, config: Config, size: Size
         deterministic=False,
         dp_attention=size.attention == "data_parallel",
         dtype="float32" if hardware.device == "cpu" else "bfloat16",
-        mem_fraction_static=_mem_fraction(wish, checkpoint, hardware, size),
+        mem_fraction_static=_mem_fraction(serve_request, checkpoint, hardware, size),
         # Its card has no drafts, and a community's checkpoint may lack the layer.
         mtp_steps=MTP_STEPS if drafts and checkpoint.precision != "nvfp4" else 0,
-        pd=PrefillDecode(int(wish.prefill_apart), size.num_gpus),
+        pd=PrefillDecode(int(serve_request.prefill_apart), size.num_gpus),
     )
     rollout = replace(config.rollout, fp8=checkpoint.precision == "fp8")
     return replace(config, engine=engine, rollout=rollout, nodes=size.nodes)
 
 
-def _mem_fraction(wish: Wish, checkpoint: Checkpoint, hardware: Hardware, size: Size) -> float:
-    if published := PUBLISHED.get((hardware.name, checkpoint.precision, wish.goal)):
+def _mem_fraction(serve_request: ServeRequest, checkpoint: Checkpoint, hardware: Hardware, size: Size) -> float:
+    if published := PUBLISHED.get((hardware.name, checkpoint.precision, serve_request.goal)):
         return published[0]
-    usual = MEMORY_UTILIZATION if wish.engine == "vllm" else MEM_FRACTION
+    usual = MEMORY_UTILIZATION if serve_request.engine == "vllm" else MEM_FRACTION
     return usual if size.gib_per_gpu <= usual * hardware.memory_gib_per_gpu else SERVING_SHARE
 
 
-def _sglang(wish: Wish, checkpoint: Checkpoint, config: Config, size: Size) -> list[Process]:
-    roles = (PREFILL, DECODE) if wish.prefill_apart else (UNIFIED,)
+def _sglang(serve_request: ServeRequest, checkpoint: Checkpoint, config: Config, size: Size) -> list[Process]:
+    roles = (PREFILL, DECODE) if serve_request.prefill_apart else (UNIFIED,)
     is_cpu = config.hardware.device == "cpu"
-    python = wish.python or "python3"
+    python = serve_request.python or "python3"
     program = (python, "-P", sglang_server.__file__) if is_cpu else (python, "-m", "sglang.launch_server")
     found = []
     for role in roles:
-        flags = serving_flags(config, checkpoint.precision, wish.goal, role, checkpoint.method)
+        flags = serving_flags(config, checkpoint.precision, serve_request.goal, role, checkpoint.method)
         for rank in range(size.nodes):
-            first = f"{wish.first_node or _host_of(role, 0)}:{MEETING_PORT}"
+            first = f"{serve_request.first_node or _host_of(role, 0)}:{MEETING_PORT}"
             place = [flag("--node-rank", rank, reason=PLACE), flag("--dist-init-addr", first, reason="where they meet")]
             own = [
                 flag("--model-path", checkpoint.place, reason="the checkpoint"),
                 *_revision(checkpoint),
-                flag("--served-model-name", wish.name or checkpoint.name, reason="what clients call it"),
+                flag("--served-model-name", serve_request.name or checkpoint.name, reason="what clients call it"),
                 *flags,
-                *([index_cache()] if wish.index_cache else []),
+                *([index_cache()] if serve_request.index_cache else []),
                 *_trusted(checkpoint),
                 *(place if size.nodes > 1 else []),
-                *_address(wish, role),
+                *_address(serve_request, role),
             ]
             title = _title(role, rank, size.nodes)
             environment = serving_environment(config, role)
             found.append(Process(title, program, tuple(own), tuple(environment), is_cpu))
-    return found + ([_router(wish)] if wish.prefill_apart else [])
+    return found + ([_router(serve_request)] if serve_request.prefill_apart else [])
 
 
 def _revision(checkpoint: Checkpoint) -> list[Flag]:
@@ -191,57 +193,66 @@ def _revision(checkpoint: Checkpoint) -> list[Flag]:
     return [flag("--revision", pinned, reason="the commit that the model's file pins")] if pinned else []
 
 
-def _router(wish: Wish) -> Process:
+def _router(serve_request: ServeRequest) -> Process:
     """One address for both kinds: a router sends each request to a pair of them; training has none (decision 032)."""
     flags = (
         flag("--pd-disaggregation", True, reason="each request goes to an engine that prefills and one that decodes"),
-        flag("--prefill", f"http://{_host_of(PREFILL, 0)}:{wish.port}", reason="where the first of them answers"),
-        flag("--decode", f"http://{_host_of(DECODE, 0)}:{wish.port}", reason="where the first of them answers"),
-        *_address(wish, UNIFIED),
+        flag(
+            "--prefill", f"http://{_host_of(PREFILL, 0)}:{serve_request.port}", reason="where the first of them answers"
+        ),
+        flag(
+            "--decode", f"http://{_host_of(DECODE, 0)}:{serve_request.port}", reason="where the first of them answers"
+        ),
+        *_address(serve_request, UNIFIED),
     )
-    return Process("the router, on any node", (wish.python or "python3", "-m", "sglang_router.launch_router"), flags)
+    return Process(
+        "the router, on any node", (serve_request.python or "python3", "-m", "sglang_router.launch_router"), flags
+    )
 
 
-def _vllm(wish: Wish, checkpoint: Checkpoint, config: Config, size: Size) -> list[Process]:
+def _vllm(serve_request: ServeRequest, checkpoint: Checkpoint, config: Config, size: Size) -> list[Process]:
     found = []
     for rank in range(size.nodes):
         place = [
             flag("--node-rank", rank, reason=PLACE),
-            flag("--master-addr", wish.first_node or _host_of(UNIFIED, 0), reason="where they meet"),
+            flag("--master-addr", serve_request.first_node or _host_of(UNIFIED, 0), reason="where they meet"),
             *([flag("--headless", True, reason="the first node alone answers")] if rank else []),
         ]
         flags = (
             *_revision(checkpoint),
-            flag("--served-model-name", wish.name or checkpoint.name, reason="what clients call it"),
+            flag("--served-model-name", serve_request.name or checkpoint.name, reason="what clients call it"),
             *vllm_flags(config),
             *(place if size.nodes > 1 else []),
-            *_address(wish, UNIFIED),
+            *_address(serve_request, UNIFIED),
         )
         found.append(Process(_title(UNIFIED, rank, size.nodes), ("vllm", "serve", checkpoint.place), flags))
     return found
 
 
-def _trtllm(wish: Wish, checkpoint: Checkpoint, config: Config, size: Size) -> list[Process]:
-    flags = (*_address(wish, UNIFIED), *trtllm_flags(config, wish.goal))
+def _trtllm(serve_request: ServeRequest, checkpoint: Checkpoint, config: Config, size: Size) -> list[Process]:
+    flags = (*_address(serve_request, UNIFIED), *trtllm_flags(config, serve_request.goal))
     return [Process(_title(UNIFIED, 0, 1), ("trtllm-serve", checkpoint.place), flags)]
 
 
-def _embedded(wish: Wish, checkpoint: Checkpoint, config: Config, size: Size) -> list[Process]:
+def _embedded(serve_request: ServeRequest, checkpoint: Checkpoint, config: Config, size: Size) -> list[Process]:
     flags = (
         flag("--model-path", checkpoint.place, reason="the checkpoint"),
-        *(_for_goal(item, wish) for item in embedded_flags(config, deterministic=wish.goal == "latency")),
-        *_address(wish, UNIFIED),
+        *(
+            _for_goal(item, serve_request)
+            for item in embedded_flags(config, deterministic=serve_request.goal == "latency")
+        ),
+        *_address(serve_request, UNIFIED),
     )
     program = (sys.executable, "-m", "posttrain.engines.embedded")
     environment = tuple(serving_environment(config))
     return [Process("the embedded engine", program, flags, environment, is_ours=True)]
 
 
-def _for_goal(item: Flag, wish: Wish) -> Flag:
+def _for_goal(item: Flag, serve_request: ServeRequest) -> Flag:
     if "deterministic" not in item.name:
         return item
     reasons = {"latency": "each request is a batch of its own", "throughput": "requests that wait are merged"}
-    return replace(item, reason=reasons[wish.goal])
+    return replace(item, reason=reasons[serve_request.goal])
 
 
 def _trusted(checkpoint: Checkpoint) -> list[Flag]:
@@ -251,15 +262,18 @@ def _trusted(checkpoint: Checkpoint) -> list[Flag]:
     return [flag("--trust-remote-code", True, reason=reason)]
 
 
-def _address(wish: Wish, role: str) -> list[Flag]:
-    is_local = wish.host in LOCAL
+def _address(serve_request: ServeRequest, role: str) -> list[Flag]:
+    is_local = serve_request.host in LOCAL
     # The router comes from another node: this engine's own address, and no other of its node's.
-    host = _host_of(role, 0) if role != UNIFIED and is_local else wish.host
+    host = _host_of(role, 0) if role != UNIFIED and is_local else serve_request.host
     reason = "asked for: who reaches it may ask"
     if is_local:
         alone = "this machine alone; others with --host, behind something that knows who may ask"
         reason = alone if role == UNIFIED else "the router reaches it, and whoever else is in its network"
-    flags = [flag("--host", host, reason=reason), flag("--port", wish.port, reason="asked for, or the guides'")]
+    flags = [
+        flag("--host", host, reason=reason),
+        flag("--port", serve_request.port, reason="asked for, or the guides'"),
+    ]
     if role != PREFILL:
         return flags
     meet = "where engines that decode find it; SGLang's own choice"

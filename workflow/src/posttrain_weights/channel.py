@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from posttrain_weights.transport import Place, Ways, meet_all
+from posttrain_weights.transport import Place, Transports, exchange_places
 
 # Tags that no round has: of tables, of what is told before a round comes, of notices, and of words that answer them.
 TABLES, TELLING, NOTICES, READ, CLOSED, CLOSING = 1 << 20, 1 << 19, 1 << 18, 1 << 17, 1 << 16, 1 << 21
@@ -32,7 +32,7 @@ class Channel:
         rank: Of this member; trainers come first.
         size: All members.
         seconds: Within which whatever others do has to be done.
-        relays: So many members pass on what comes for another, see `Ways`.
+        relays: So many members pass on what comes for another, see `Transports`.
         device: On which this member has its weights.
         place: Where that is; by default what `Place.of` finds.
     """
@@ -52,7 +52,7 @@ class Channel:
         self._among_devices: Any = None
         self._buffers: dict[tuple[str, int, int], torch.Tensor] = {}
         self.rank, self.device, self.num_sent, self.num_received = rank, device, 0, 0
-        self.ways = Ways(meet_all(store, place or Place.of(device), rank, size), relays)
+        self.ways = Transports(exchange_places(store, place or Place.of(device), rank, size), relays)
         self._members = self.ways.group
         if rank in self._members:
             meeting = dist.PrefixStore("devices", store)

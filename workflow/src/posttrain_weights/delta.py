@@ -17,7 +17,7 @@ SKIP = 255
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
-class Told(NamedTuple):
+class DeltaHeader(NamedTuple):
     """The header that announces a part to its receiver.
 
     Args:
@@ -30,8 +30,8 @@ class Told(NamedTuple):
 
 
 WHOLE = -1
-ALL_OF_IT = Told(WHOLE, 0)
-TOLD_BYTES = 16
+WHOLE_PART = DeltaHeader(WHOLE, 0)
+HEADER_BYTES = 16
 
 
 def changes(new: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -99,13 +99,13 @@ def change(part: torch.Tensor, gaps: torch.Tensor, values: torch.Tensor) -> bool
     return done == len(new)
 
 
-def pieces_of(part: torch.Tensor, told: Told) -> Sequence[torch.Tensor]:
+def pieces_of(part: torch.Tensor, told: DeltaHeader) -> Sequence[torch.Tensor]:
     """Return what comes of a part in a message: tensors without memory that have its types and shapes.
 
     Raises:
         ValueError: A part of this size does not come so.
     """
-    if told == ALL_OF_IT:
+    if told == WHOLE_PART:
         return [part]
     size, room = part.element_size(), part.numel() * part.element_size()
     is_known = 0 <= told.values <= told.gaps and bool(told.values) == bool(told.gaps)

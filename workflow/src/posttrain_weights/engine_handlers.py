@@ -14,9 +14,9 @@ import torch
 
 from posttrain_weights.channel import Channel
 from posttrain_weights.digest import Digester, as_text, together
-from posttrain_weights.load_tracer import Kept, Record
+from posttrain_weights.load_tracer import Kept, LoadWeightsTracer
 from posttrain_weights.receiver import Receiver
-from posttrain_weights.transport import meet
+from posttrain_weights.transport import rendezvous
 
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
@@ -81,7 +81,7 @@ def parts(model: Any, tensors: Sequence[tuple[str, list[int], str]]) -> str:
         names of tensors of which a parameter is no copy.
     """
     parameters = dict(model.named_parameters())
-    record = Record(parameters)
+    record = LoadWeightsTracer(parameters)
     with torch.no_grad(), record:
         model.load_weights((name, record.sent(name, shape, dtype)) for name, shape, dtype in tensors)
     _FOUND[id(model)] = _Found(record.kept, {name: _layout(parameter) for name, parameter in parameters.items()})
@@ -117,7 +117,7 @@ def digests(model: torch.nn.Module, key: str) -> str:
 def join(model: torch.nn.Module, place: Any, rank: int, size: int, senders: int, seconds: float, changes: bool) -> str:
     """Meet the trainer and hear what comes in a transfer; see `Channel` and `Receiver`."""
     device, relays = next(model.parameters()).device, 0 if changes else senders
-    channel = Channel(meet(place, size, seconds), rank, size, seconds, relays, device)
+    channel = Channel(rendezvous(place, size, seconds), rank, size, seconds, relays, device)
     _RECEIVERS[id(model)] = Receiver(channel, range(senders), changes)
     return ""
 

@@ -61,7 +61,7 @@ class _Sheet(NamedTuple):
     pieces: list[_Piece]
 
 
-class Record(TorchDispatchMode):
+class LoadWeightsTracer(TorchDispatchMode):
     """Traces sent tensors into the parameters, through every operation of the loader.
 
     Nothing that was sent is written: parameters keep what they have.

@@ -15,10 +15,10 @@ import torch
 
 from posttrain_weights.box import Box
 from posttrain_weights.channel import CLOSED, CPU, NOTICES, READ, TELLING, Channel
-from posttrain_weights.delta import ALL_OF_IT, TOLD_BYTES, Told, change, pieces_of
+from posttrain_weights.delta import HEADER_BYTES, WHOLE_PART, DeltaHeader, change, pieces_of
 from posttrain_weights.messages import Piece, size_of_all, split
 from posttrain_weights.shared_memory import Mapped, empty_notice, read_notice
-from posttrain_weights.transport import Way
+from posttrain_weights.transport import Transport
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Inbox:
             neighbour = ways.neighbour(by, channel.rank)
             if neighbour is not None:
                 about[neighbour].append((by, size))
-            elif ways.way(by, channel.rank) is Way.GROUP:
+            elif ways.way(by, channel.rank) is Transport.GROUP:
                 places[by] = channel.buffer(size, channel.device, "received", number, by)
                 over_group.append((by, places[by]))
             else:
@@ -152,7 +152,7 @@ class Receiver:
             coming, told = begun.pop(0)
             for sender, message in self.inbox.wait(coming).items():
                 targets = of_round[sender]
-                fits &= _write(message.to(targets[0].device), targets, told.get(sender, [ALL_OF_IT] * len(targets)))
+                fits &= _write(message.to(targets[0].device), targets, told.get(sender, [WHOLE_PART] * len(targets)))
             self.inbox.done(coming, number)
         self._finish()
         return fits
@@ -168,33 +168,35 @@ class Receiver:
             if neighbour is not None:
                 self._channel.say(neighbour, CLOSED)
 
-    def _begin(self, places: Mapping[int, list[torch.Tensor]], number: int) -> tuple[Receiving, dict[int, list[Told]]]:
+    def _begin(
+        self, places: Mapping[int, list[torch.Tensor]], number: int
+    ) -> tuple[Receiving, dict[int, list[DeltaHeader]]]:
         """Begin to receive a round; returns what its senders tell of each of its parts, where they do."""
         told = self._told(places, number) if self._changes else {}
         sizes = {by: size_of_all(_pieces(targets, told[by]) if told else targets) for by, targets in places.items()}
         return self.inbox.begin({sender: size for sender, size in sizes.items() if size}, number), told
 
-    def _told(self, places: Mapping[int, list[torch.Tensor]], number: int) -> dict[int, list[Told]]:
-        rows = {by: torch.empty(len(targets), TOLD_BYTES // 8, dtype=torch.int64) for by, targets in places.items()}
+    def _told(self, places: Mapping[int, list[torch.Tensor]], number: int) -> dict[int, list[DeltaHeader]]:
+        rows = {by: torch.empty(len(targets), HEADER_BYTES // 8, dtype=torch.int64) for by, targets in places.items()}
         for work in [self._channel.receive(table, by, TELLING + number) for by, table in rows.items()]:
             work.wait()
         self._channel.num_received += sum(table.nbytes for table in rows.values())
-        return {by: [Told(*row) for row in table.tolist()] for by, table in rows.items()}
+        return {by: [DeltaHeader(*row) for row in table.tolist()] for by, table in rows.items()}
 
 
 def _cut(view: torch.Tensor, box: Box) -> torch.Tensor:
     return view[box.row : box.row + box.rows, box.column : box.column + box.columns]
 
 
-def _pieces(targets: Sequence[torch.Tensor], told: Sequence[Told]) -> list[torch.Tensor]:
+def _pieces(targets: Sequence[torch.Tensor], told: Sequence[DeltaHeader]) -> list[torch.Tensor]:
     return [piece for target, of_it in zip(targets, told, strict=True) for piece in pieces_of(target, of_it)]
 
 
-def _write(message: torch.Tensor, targets: Sequence[torch.Tensor], told: Sequence[Told]) -> bool:
+def _write(message: torch.Tensor, targets: Sequence[torch.Tensor], told: Sequence[DeltaHeader]) -> bool:
     """Write a message to where it belongs, and tell whether all of it fits there."""
     octets, fits = split(message, _pieces(targets, told)), True
     for target, of_it in zip(targets, told, strict=True):
-        if of_it == ALL_OF_IT:
+        if of_it == WHOLE_PART:
             target.copy_(next(octets))
         elif of_it.values:
             fits &= change(target, next(octets), next(octets))

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from posttrain_weights.channel import CLOSED, CPU, NOTICES, READ, ROUNDS_AT_ONCE, TELLING, Channel
-from posttrain_weights.delta import Told
+from posttrain_weights.delta import DeltaHeader
 from posttrain_weights.messages import aligned, fill, size_of_all
 from posttrain_weights.shared_memory import Shared, notice_of
-from posttrain_weights.transport import Way
+from posttrain_weights.transport import Transport
 
 # (source, destination) of a message.
 Pair = tuple[int, int]
@@ -99,7 +99,7 @@ class Sender:
                 fill(places[rank, to], values)
         return places
 
-    def tell(self, number: int, told: Mapping[int, Sequence[Told]]) -> None:
+    def tell(self, number: int, told: Mapping[int, Sequence[DeltaHeader]]) -> None:
         """Begin to tell of each part of a round before it comes: it is awaited while the last one is read."""
         channel = self._channel
         for to, of_them in told.items():
@@ -111,11 +111,11 @@ class Sender:
         """Begin to pass on the messages of a round, as `pack` made them, when the last one has gone."""
         channel, ways = self._channel, self._channel.ways
         own = {to: message for (by, to), message in messages.items() if by == channel.rank}
-        on_host = {to: self._on_host(own[to], number, to) for to in own if ways.way(channel.rank, to) is Way.HOST}
+        on_host = {to: self._on_host(own[to], number, to) for to in own if ways.way(channel.rank, to) is Transport.HOST}
         telling, self._telling = self._telling, []
         works = [work for work, _ in telling]
         works += [channel.send(message, to, number) for to, message in on_host.items()]
-        to_group = [to for to in sorted(own) if ways.way(channel.rank, to) is Way.GROUP]
+        to_group = [to for to in sorted(own) if ways.way(channel.rank, to) is Transport.GROUP]
         coming = sorted((to, by) for by, to in messages if by != channel.rank)
         works += channel.among_devices(
             [(ways.deputy(to), own[to]) for to in to_group], [(by, messages[by, to]) for to, by in coming]
@@ -142,7 +142,7 @@ class Sender:
         self._slots = {}
 
     def _is_shared(self, pair: Pair) -> bool:
-        return pair[0] != self._channel.rank or self._channel.ways.way(*pair) is Way.SHARED
+        return pair[0] != self._channel.rank or self._channel.ways.way(*pair) is Transport.SHARED
 
     def _in_slot(self, number: int, sizes: Mapping[Pair, int]) -> dict[Pair, torch.Tensor]:
         if not sizes:

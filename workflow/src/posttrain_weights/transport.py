@@ -29,7 +29,7 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")
 NAMESPACES = ("ipc", "net", "pid")
 
 
-class Way(enum.Enum):
+class Transport(enum.Enum):
     """How a message gets from one member to another."""
 
     SHARED = "shared"
@@ -63,7 +63,7 @@ class Place(NamedTuple):
         return cls(str(torch.cuda.get_device_properties(device).uuid), host, nccl)
 
 
-class Ways:
+class Transports:
     """The ways between members, alike for all of them.
 
     Args:
@@ -91,23 +91,23 @@ class Ways:
         """Return the member of the group on a receiver's GPU, often itself."""
         return self._first[self._places[receiver]]
 
-    def way(self, sender: int, receiver: int) -> Way:
+    def way(self, sender: int, receiver: int) -> Transport:
         """Return the way from a member of the trainer to one of an engine."""
         if self._places[sender] == self._places[receiver]:
-            return Way.SHARED
+            return Transport.SHARED
         deputy = self.deputy(receiver)
         is_reached = deputy == receiver or deputy < self._relays
-        return Way.GROUP if self.has_group and self.deputy(sender) == sender and is_reached else Way.HOST
+        return Transport.GROUP if self.has_group and self.deputy(sender) == sender and is_reached else Transport.HOST
 
     def neighbour(self, sender: int, receiver: int) -> int | None:
         """Return the member whose memory a receiver reads for what a sender sends it; None: it gets a message."""
         way, deputy = self.way(sender, receiver), self.deputy(receiver)
-        if way is Way.SHARED:
+        if way is Transport.SHARED:
             return sender
-        return deputy if way is Way.GROUP and deputy != receiver else None
+        return deputy if way is Transport.GROUP and deputy != receiver else None
 
 
-def meet_all(store: dist.Store, place: Place, rank: int, size: int) -> list[Place]:
+def exchange_places(store: dist.Store, place: Place, rank: int, size: int) -> list[Place]:
     """Exchange the places of all members through the first one."""
     store.set(f"place {rank}", json.dumps(place))
     if rank == 0:
@@ -115,7 +115,7 @@ def meet_all(store: dist.Store, place: Place, rank: int, size: int) -> list[Plac
     return [Place(*told) for told in json.loads(store.get("places"))]
 
 
-def meet(place: str | tuple[str, int], size: int, seconds: float) -> dist.Store:
+def rendezvous(place: str | tuple[str, int], size: int, seconds: float) -> dist.Store:
     """Return the store at a place: a file that did not exist before, or host and port where a member listens."""
     if isinstance(place, str):
         return dist.FileStore(place, size)

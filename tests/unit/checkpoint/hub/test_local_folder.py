@@ -9,7 +9,7 @@ import pytest
 from posttrain.artifacts import Receipt, manifest_of, record_files
 from posttrain.checkpoint.hub.listed_files import ListedFile, Manifest, write_manifest
 from posttrain.checkpoint.hub.local_folder import list_folder, place_files
-from posttrain.checkpoint.parts import filling
+from posttrain.checkpoint.parts import fill_folder
 from posttrain.errors import CheckpointError, ConfigError
 
 NAMES = ["config.json", "model.safetensors", "tokenizer.json"]
@@ -78,7 +78,7 @@ def test_space_is_needed_for_copies_only(origin, tmp_path, other_disk, monkeypat
     def no_space(folder, needed, what):
         assert needed == 0, what
 
-    monkeypatch.setattr(filling, "require_free_space", no_space)
+    monkeypatch.setattr(fill_folder, "require_free_space", no_space)
     place_folder(origin, tmp_path / "hf")
     with pytest.raises(AssertionError, match="the rest of"):
         place_folder(origin, other_disk)

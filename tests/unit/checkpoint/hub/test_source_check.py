@@ -13,22 +13,22 @@ from tests.support.small_checkpoint import make_small_checkpoint
 
 from posttrain.artifacts import Receipt, manifest_of, read_receipt, receipt_of, record_files
 from posttrain.checkpoint.hub.source_check import check_source
-from posttrain.observability.provenance import Artefact
+from posttrain.observability.provenance import Artifact
 
 
-def made(store: StoreFolder, source: list[object]) -> Artefact:
+def made(store: StoreFolder, source: list[object]) -> Artifact:
     """Bring a checkpoint into the store by its three steps."""
     done = store.run_all(*source)
     assert done.returncode == 0, done.stderr
-    return Artefact("hf", store.folder, receipt_of(store.folder), read_receipt(receipt_of(store.folder)))
+    return Artifact("hf", store.folder, receipt_of(store.folder), read_receipt(receipt_of(store.folder)))
 
 
-def with_files(artefact: Artefact, files: tuple) -> Artefact:
+def with_files(artefact: Artifact, files: tuple) -> Artifact:
     return dataclasses.replace(artefact, receipt=dataclasses.replace(artefact.receipt, files=files))
 
 
 @pytest.fixture
-def fetched(tmp_path: Path) -> Artefact:
+def fetched(tmp_path: Path) -> Artifact:
     make_small_checkpoint(tmp_path / "origin")
     with HubServer() as hub:
         revision = hub.add_repo("owner/small", tmp_path / "origin")
@@ -37,13 +37,13 @@ def fetched(tmp_path: Path) -> Artefact:
         )
 
 
-def test_what_the_hub_lists_is_what_the_receipt_says(fetched: Artefact) -> None:
+def test_what_the_hub_lists_is_what_the_receipt_says(fetched: Artifact) -> None:
     source, problems = check_source(fetched)
     assert source == f"Hub: owner/small at {fetched.receipt.settings['revision'][:12]}"
     assert problems == []
 
 
-def test_a_small_file_is_compared_with_gits_id(fetched: Artefact) -> None:
+def test_a_small_file_is_compared_with_gits_id(fetched: Artifact) -> None:
     """A receipt that was made for the changed file does not help."""
     path = fetched.folder / "config.json"
     path.write_bytes(path.read_bytes().replace(b" ", b"\t"))
@@ -51,7 +51,7 @@ def test_a_small_file_is_compared_with_gits_id(fetched: Artefact) -> None:
     assert problem.startswith(f"{path}: Git blob id ")
 
 
-def test_another_sha256_or_a_file_from_elsewhere_is_told(fetched: Artefact) -> None:
+def test_another_sha256_or_a_file_from_elsewhere_is_told(fetched: Artifact) -> None:
     files = list(fetched.receipt.files)
     at = next(number for number, record in enumerate(files) if record.sha256)
     files[at] = dataclasses.replace(files[at], sha256="0" * 64)
@@ -62,7 +62,7 @@ def test_another_sha256_or_a_file_from_elsewhere_is_told(fetched: Artefact) -> N
     assert problems[1] == f"{fetched.folder / 'notes.txt'}: not in the list of its source"
 
 
-def test_a_missing_list_or_one_of_another_revision_is_told(fetched: Artefact) -> None:
+def test_a_missing_list_or_one_of_another_revision_is_told(fetched: Artifact) -> None:
     manifest = manifest_of(fetched.folder)
     content = json.loads(manifest.read_text())
     content["source"]["revision"] = "0" * 40
@@ -84,7 +84,7 @@ def test_a_local_source_is_compared_file_by_file(tmp_path: Path) -> None:
     assert "is gone" in check_source(taken)[1][0]
 
 
-def _with_files(fetched: Artefact) -> Receipt:
+def _with_files(fetched: Artifact) -> Receipt:
     """Return the receipt that an honest step would write about the files as they are now."""
     sha256 = {record.path: record.sha256 for record in fetched.receipt.files}
     files = tuple(

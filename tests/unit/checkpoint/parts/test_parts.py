@@ -3,7 +3,7 @@ import json
 import pytest
 
 from posttrain.artifacts import Receipt, building, part_receipt_of, partial_of, receipt_of
-from posttrain.checkpoint.parts.filling import clear, current_path
+from posttrain.checkpoint.parts.fill_folder import clear, current_path
 from posttrain.checkpoint.parts.parts import (
     OutputFile,
     copy_other_files,

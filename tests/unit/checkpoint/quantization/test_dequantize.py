@@ -10,7 +10,7 @@ from tests.support.folders_in_parts import make_folder
 from tests.support.tiny_checkpoint import TINY, make_random_checkpoint
 
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
-from posttrain.checkpoint.parts.recoded_folder import RecodedFolder
+from posttrain.checkpoint.parts.converted_folder import RecodedFolder
 from posttrain.checkpoint.quantization import fp8
 from posttrain.checkpoint.quantization.dequantize import CastToBf16, QuantizedCheckpoint
 from posttrain.checkpoint.quantization.quantization_report import verify_weights

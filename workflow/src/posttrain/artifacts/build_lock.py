@@ -15,8 +15,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from posttrain.artifacts.group_permissions import share_what_follows
 from posttrain.artifacts.lease import Lease, LeaseHeldError, check_epoch, read_holder
-from posttrain.artifacts.sharing import share_what_follows
 
 log = logging.getLogger(__name__)
 

@@ -18,11 +18,11 @@ from pathlib import Path
 
 from posttrain.artifacts.build_lock import lock_folder_of
 from posttrain.artifacts.durable import sync_folder
+from posttrain.artifacts.group_permissions import shared
 from posttrain.artifacts.lease import Lease, LeaseHeldError, living_holder
 from posttrain.artifacts.paths import manifest_of, part_receipt_of, partial_of, receipt_of
 from posttrain.artifacts.plain_json import read_json
 from posttrain.artifacts.references import SECONDS_PER_DAY, Reference, read_references, references_folder
-from posttrain.artifacts.sharing import shared
 from posttrain.errors import CheckpointError
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from typing import Any
 from posttrain.artifacts.data_folders import pass_folders, suite_folders, versioned
 from posttrain.artifacts.format_versions import FORMAT_VERSIONS
 from posttrain.artifacts.plain_json import read_json
-from posttrain.artifacts.recodings import EXPORT_FOLDER, START_FOLDER
+from posttrain.artifacts.weight_formats import EXPORT_FOLDER, START_FOLDER
 from posttrain.config.data import task_of
 from posttrain.config.derived import (
     calibration_passes,

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.artifacts.durable import write_json
+from posttrain.artifacts.group_permissions import shared
 from posttrain.artifacts.names import RelativeName
 from posttrain.artifacts.paths import Paths
 from posttrain.artifacts.plain_json import read_json
 from posttrain.artifacts.processes import user_name
-from posttrain.artifacts.sharing import shared
 from posttrain.config.load import digest8
 from posttrain.errors import CheckpointError
 

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from posttrain.artifacts import Receipt, RelativeName, hash_file, read_receipt, receipt_of
-from posttrain.checkpoint.canary import CANARY_NAME, Canary, read_canary, write_canary
 from posttrain.checkpoint.formats.safetensors_io import (
     INDEX_NAME,
     CheckpointReader,
@@ -51,6 +50,12 @@ from posttrain.checkpoint.param_names import (
 from posttrain.checkpoint.parts.parts import Description, Notes, OutputFile, copy_other_files, description_path
 from posttrain.checkpoint.parts.steps import Written
 from posttrain.checkpoint.quantization.tiling import Shape
+from posttrain.checkpoint.reference_logprobs import (
+    CANARY_NAME,
+    ReferenceLogprobs,
+    read_reference_logprobs,
+    write_reference_logprobs,
+)
 from posttrain.checkpoint.staging.file_placement import HashingFile
 from posttrain.config.schema import Architecture
 from posttrain.errors import CheckpointError
@@ -76,7 +81,7 @@ class TrainedModel:
     trained: TorchDistReader
     origin: CheckpointReader
     placements: Mapping[str, Placement]
-    canary: Canary | None = None
+    canary: ReferenceLogprobs | None = None
 
 
 def open_trained(checkpoint: Path, origin: Path, arch: Architecture, keeps_mtp_copies: bool = False) -> TrainedModel:
@@ -110,7 +115,7 @@ def open_trained(checkpoint: Path, origin: Path, arch: Architecture, keeps_mtp_c
         placements |= {copy: placements[copied] for copy, copied in copies if copy in reader}
     num_kept = len(reader) - len(placements)
     log.info("%d tensors from %s, %d from %s", len(placements), trained.folder, num_kept, origin)
-    return TrainedModel(trained, reader, placements, read_canary(trained.folder))
+    return TrainedModel(trained, reader, placements, read_reference_logprobs(trained.folder))
 
 
 def _wrong_shapes(trained: TorchDistReader, placements: Mapping[str, Placement]) -> list[str]:
@@ -191,7 +196,7 @@ class HubExport(Written):
         specs = {name: info.spec for name, info in self._origin.infos.items()}
         write_index(partial, self._origin.index.weight_map, specs)
         told = [part.notes["canary"] for part in parts.values() if "canary" in part.notes]
-        own = [write_canary(partial, Canary.from_dict(content)) for content in told]
+        own = [write_reference_logprobs(partial, ReferenceLogprobs.from_dict(content)) for content in told]
         return [INDEX_NAME, *own, *copy_other_files(self._origin.folder, partial, skip=[CANARY_NAME])]
 
 

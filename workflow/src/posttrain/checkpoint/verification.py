@@ -27,7 +27,7 @@ from posttrain.checkpoint.hub.source_check import check_source
 from posttrain.checkpoint.staging.file_placement import hash_twice
 from posttrain.errors import CheckpointError, one_line
 from posttrain.observability.progress import ProgressBar
-from posttrain.observability.provenance import Artefact, find_artefacts, find_store_artefacts
+from posttrain.observability.provenance import Artifact, find_artefacts, find_store_artefacts
 
 # Hashing keeps up with a few reads at a time; more would only compete for shared storage.
 NUM_HASH_THREADS = 8
@@ -43,7 +43,7 @@ class Verdict:
         problems: One line for each thing that is wrong; empty when all is well.
     """
 
-    artefact: Artefact
+    artefact: Artifact
     made_from: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -164,7 +164,7 @@ def raise_bad_files(verdicts: Iterable[Verdict]) -> None:
 # ---- the chain ----
 
 
-def _find_gaps(paths: Paths, found: Iterable[Artefact], whole_run: bool) -> Iterator[Artefact]:
+def _find_gaps(paths: Paths, found: Iterable[Artifact], whole_run: bool) -> Iterator[Artifact]:
     """Yield what must have a receipt and has none."""
     store = [paths.dataset, paths.hf, paths.hf_patched, paths.torch_dist, paths.rollout_weights]
     made = [paths.source_folder] if paths.resolved.config.model.source.kind in ("made", "run") else []
@@ -174,7 +174,7 @@ def _find_gaps(paths: Paths, found: Iterable[Artefact], whole_run: bool) -> Iter
     for receipt in dict.fromkeys(needed):
         if receipt not in there:
             name = "train" if receipt == paths.train_done else receipt.name.removesuffix(".receipt.json")
-            yield Artefact(
+            yield Artifact(
                 name, receipt.parent, receipt, None, f"{receipt}: missing: nothing proves what it stands for"
             )
 
@@ -194,7 +194,7 @@ def _follow_links(verdict: Verdict, known: Mapping[str, str]) -> None:
         verdict.problems.extend(problems)
 
 
-def _unlike_run(artefact: Artefact, paths: Paths) -> Iterator[str]:
+def _unlike_run(artefact: Artifact, paths: Paths) -> Iterator[str]:
     """Tell when training was done with another experiment, or begun otherwise, than the run's folder states."""
     if artefact.receipt_path != paths.train_done:
         return
@@ -211,7 +211,7 @@ def _unlike_run(artefact: Artefact, paths: Paths) -> Iterator[str]:
         yield f"{paths.begun_from}: cannot be read ({error})"
 
 
-def _unlisted_files(artefact: Artefact) -> list[str]:
+def _unlisted_files(artefact: Artifact) -> list[str]:
     """Name files in an artefact's folder that its receipt does not: nobody knows where they came from."""
     if not artefact.is_whole_folder:
         return []

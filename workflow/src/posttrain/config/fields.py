@@ -15,7 +15,7 @@ from omegaconf import BooleanNode, FloatNode, IntegerNode, OmegaConf, StringNode
 from omegaconf.errors import ValidationError
 
 from posttrain.config import schema
-from posttrain.config.other_names import key_of
+from posttrain.config.key_aliases import key_of
 from posttrain.errors import Problem
 
 TYPE_NAMES = {

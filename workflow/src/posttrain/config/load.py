@@ -37,7 +37,7 @@ from posttrain.config.fields import (
     unknown_key,
     walk,
 )
-from posttrain.config.filled_in import filled_in
+from posttrain.config.inferred import filled_in
 from posttrain.config.overrides import parse_overrides
 from posttrain.config.presets import PRESETS, algorithm_name, unused_numbers
 from posttrain.config.request import WORKFLOW_KEYS, Request, is_count, parse_request

@@ -22,7 +22,7 @@ from posttrain.config.reward_sum import parse_reward
 from posttrain.config.schema import Config
 from posttrain.config.service_rules import SERVICE_RULES
 from posttrain.config.site_rules import SITE_RULES, check_launcher
-from posttrain.config.suites import HELD_OUT, exams_of
+from posttrain.config.suites import HELD_OUT, eval_tasks_of
 from posttrain.config.supervised_rules import SUPERVISED_RULES
 from posttrain.errors import ConfigError, Problem
 
@@ -128,7 +128,7 @@ def _suites(config: Config) -> Problems:
             allowed = f"letters, digits, '.', '_' and '-'; it starts with a letter or digit, and is not {HELD_OUT}"
             yield Problem("evaluation.suites", repr(name), allowed, "give the suite another name")
         if suite.reward or "reasoning_gym" in config.data.reward:
-            yield from _reward(config, exams_of(config)[name].data, f"{section}.reward")
+            yield from _reward(config, eval_tasks_of(config)[name].data, f"{section}.reward")
         if suite.kind == "hub":
             yield from _repository(f"{section}.repo_id", suite.repo_id)
             if suite.revision != UNPINNED:

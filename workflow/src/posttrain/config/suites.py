@@ -21,7 +21,7 @@ ROW_KEYS = (
 )
 
 
-def exams_of(config: Config) -> Mapping[str, Config]:
+def eval_tasks_of(config: Config) -> Mapping[str, Config]:
     """Return what a run is measured on, by name, the held-out prompts first.
 
     Returns:

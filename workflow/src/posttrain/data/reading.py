@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from posttrain.config.data import Data
-from posttrain.data.forms import OWN
+from posttrain.data.dataset_formats import OWN
 
 
 @dataclass(frozen=True)

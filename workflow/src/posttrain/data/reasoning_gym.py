@@ -16,7 +16,7 @@ from typing import Any
 
 from posttrain.config.data import Data
 from posttrain.config.tasks import PACKAGE, load_task
-from posttrain.data.forms import OWN
+from posttrain.data.dataset_formats import OWN
 from posttrain.data.raw_rows import RawRow
 from posttrain.data.reading import Reading
 from posttrain.data.rows import Row, RowReader

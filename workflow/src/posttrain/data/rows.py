@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from posttrain.data.forms import FORMS, OWN, Form, NoLabelError, of_completion, recognise
+from posttrain.data.dataset_formats import FORMS, OWN, Form, NoLabelError, of_completion, recognise
 from posttrain.data.keys import AbsentError, Key, parse_key
 from posttrain.data.messages import (
     ANSWERING_ROLES,

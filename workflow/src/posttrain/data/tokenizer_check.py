@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from posttrain.config.model_files import TOKENIZER, TOKENIZER_CONFIG
 from posttrain.data.chat import load_tokenizer
-from posttrain.data.confined import confined
+from posttrain.data.sandboxed_child import confined
 from posttrain.errors import Problem
 
 log = logging.getLogger(__name__)

@@ -23,16 +23,16 @@ from posttrain.config.schema import Config
 from posttrain.data.chat import ChatTokenizer
 from posttrain.data.overlap import NUM_WORDS, find_overlaps
 from posttrain.data.prompt_lengths import LEFT_OUT, PromptLengths, check_lengths
-from posttrain.data.rendered import check_rendered
+from posttrain.data.rendered_prompts import check_rendered
 from posttrain.errors import Problem
-from posttrain.evaluation.heldout import Exam
+from posttrain.evaluation.heldout import EvalTask
 from posttrain.evaluation.label_check import NUM_ROWS_TOLD, LabelCheck, check_labels
 from posttrain.evaluation.prompt_check import check_prompts, render_all, render_answers
 from posttrain.evaluation.shown_verdicts import ShownVerdict, show_verdicts
 from posttrain.readable import counted
 from posttrain.reward.graders import GraderPool
 from posttrain.reward.scoring import Scorer
-from posttrain.rollout.given import GivenResponses
+from posttrain.rollout.offline_responses import OfflineResponses
 from posttrain.types import Prompt, label_text
 
 NUM_EXAMPLES = 10
@@ -76,7 +76,7 @@ class DataCheck:
 
 
 def check_data(
-    config: Config, folder: Path, train: Sequence[Prompt], heldout: Sequence[Prompt], suites: Sequence[Exam] = ()
+    config: Config, folder: Path, train: Sequence[Prompt], heldout: Sequence[Prompt], suites: Sequence[EvalTask] = ()
 ) -> DataCheck:
     """Look at a dataset with a model's tokenizer and the graders of the configuration.
 
@@ -103,7 +103,7 @@ def check_data(
     given = None
     if not uses_engines(config) and not too_long:
         left_out = set(prompt_lengths.too_long)
-        given = GivenResponses(config, [prompt for prompt in train if prompt.prompt_id not in left_out], chat)
+        given = OfflineResponses(config, [prompt for prompt in train if prompt.prompt_id not in left_out], chat)
         render_answers(chat, train, given.answer)
     leaks, seen = check_prompts(config, chat, train, heldout, suites, given.answer if given else None)
     examples = [
@@ -152,7 +152,7 @@ async def _ask_graders(
         return checks, await show_verdicts(config, scorer, chat, prompts)
 
 
-async def _check_suites(suites: Sequence[Exam]) -> list[LabelCheck]:
+async def _check_suites(suites: Sequence[EvalTask]) -> list[LabelCheck]:
     """Return what each suite's labels say when they are responses to it."""
     checks = []
     for suite in suites:
@@ -191,7 +191,7 @@ def _refusals(check: LabelCheck, config: Config) -> list[Problem]:
     return problems
 
 
-def _overlaps(train: Sequence[Prompt], heldout: Sequence[Prompt], measured: Sequence[Exam]) -> list[Problem]:
+def _overlaps(train: Sequence[Prompt], heldout: Sequence[Prompt], measured: Sequence[EvalTask]) -> list[Problem]:
     suites: dict[str, list[str]] = {}
     for prompt in heldout:
         suites.setdefault(prompt.source or "held out", []).append(_asked(prompt))

@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from posttrain.checkpoint.canary import Canary, read_canary
 from posttrain.checkpoint.formats.hf_config import CONFIG
 from posttrain.checkpoint.formats.hf_layout import check_layout, read_object
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
 from posttrain.checkpoint.formats.tied_copies import KEEP, differing_copies
+from posttrain.checkpoint.reference_logprobs import ReferenceLogprobs, read_reference_logprobs
 from posttrain.config.schema import Model
-from posttrain.engines.canary import BOUNDS, Held, compare
+from posttrain.engines.reference_logprobs import BOUNDS, Held, compare
 from posttrain.errors import ConfigError, Problem, raise_if_any
 from posttrain.evaluation.layerwise import Loading, logprobs_by_layer, logprobs_whole
 
@@ -50,7 +50,7 @@ def check_export(folder: Path, model: Model, way: str) -> dict[str, Any]:
     """
     import transformers
 
-    reader, canary = check_layout(folder), read_canary(folder)
+    reader, canary = check_layout(folder), read_reference_logprobs(folder)
     raise_if_any(list(_stale_copies(reader, model)))
     pairs = [(prompt.prompt_tokens, prompt.response_tokens) for prompt in canary.prompts] if canary else []
     layers = model.architecture.num_hidden_layers
@@ -98,7 +98,7 @@ def _wrongly_loaded(folder: Path, loading: Loading) -> Iterator[Problem]:
         yield Problem(str(folder), value, "each tensor of the model, and no other", _REMEDY)
 
 
-def _far(folder: Path, canary: Canary, held: Held) -> Problem:
+def _far(folder: Path, canary: ReferenceLogprobs, held: Held) -> Problem:
     value = (
         f"transformers' log-probabilities are {held.difference:.3g} nats from the trainer's ({canary.trainer}) in the "
         f"mean of {held.num_tokens} tokens (largest {held.largest:.3g}; transformers {held.server_mean:.3g}, trainer "

@@ -19,25 +19,25 @@ from typing import Any
 
 from posttrain.config.reward_sum import has_passed
 from posttrain.config.schema import Config
-from posttrain.config.suites import HELD_OUT, exams_of
+from posttrain.config.suites import HELD_OUT, eval_tasks_of
 from posttrain.data.chat import ChatTokenizer
 from posttrain.data.dataset import load_prompts
 from posttrain.data.dataset_files import HELDOUT
-from posttrain.engines.asked import right_engines
 from posttrain.engines.client import EngineClient
-from posttrain.engines.given import AskedEngines, client_of, engines_to_ask
+from posttrain.engines.engine_endpoints import EngineEndpoints, client_of, engines_to_ask
 from posttrain.engines.responses import GenerateRequest, GenerateResult
 from posttrain.engines.sampling_seed import sampling_seed
+from posttrain.engines.verified_engines import verified_engines
 from posttrain.observability.intervals import wilson
 from posttrain.observability.progress import ProgressBar
 from posttrain.reward.graders import GraderPool
 from posttrain.reward.scoring import Scored, Scorer, check_failures
-from posttrain.rollout.answers import answer_of
+from posttrain.rollout.response_text import answer_of
 from posttrain.types import Prompt
 
-# Of an exam: what was asked, a result for each request, and the seconds that sampling took.
+# Of a task: what was asked, a result for each request, and the seconds that sampling took.
 Sampled = tuple[list[GenerateRequest], list[GenerateResult], float]
-Then = Callable[[AskedEngines, Sequence[Sampled]], Awaitable[None]]
+Then = Callable[[EngineEndpoints, Sequence[Sampled]], Awaitable[None]]
 # As many as somebody reads in a report.
 NUM_EXAMPLES = 24
 
@@ -69,12 +69,12 @@ class GradedResponse:
 
 
 @dataclass(frozen=True)
-class Exam:
+class EvalTask:
     """Prompts, and how they are asked and graded.
 
     Args:
         name: Of the suite; `HELD_OUT` for the held-out prompts.
-        config: A configuration whose held-out prompts they are (`config.suites.exams_of`): `evaluation`, `engine`,
+        config: A configuration whose held-out prompts they are (`config.suites.eval_tasks_of`): `evaluation`, `engine`,
             `rollout.max_response_tokens` and `data.reward` count.
         prompts: In the order of their file.
     """
@@ -84,42 +84,45 @@ class Exam:
     prompts: Sequence[Prompt]
 
 
-def read_exams(config: Config, folders: Mapping[str, Path]) -> list[Exam]:
+def read_eval_tasks(config: Config, folders: Mapping[str, Path]) -> list[EvalTask]:
     """Return the evaluation tasks of a run, the held-out prompts first.
 
     Args:
         config: The resolved configuration.
-        folders: By the name of each exam, the folder with its `heldout.jsonl`.
+        folders: By the name of each task, the folder with its `heldout.jsonl`.
     """
-    return [Exam(name, of_exam, load_prompts(folders[name] / HELDOUT)) for name, of_exam in exams_of(config).items()]
+    return [
+        EvalTask(name, of_exam, load_prompts(folders[name] / HELDOUT))
+        for name, of_exam in eval_tasks_of(config).items()
+    ]
 
 
-def read_suites(config: Config, folders: Mapping[str, Path]) -> list[Exam]:
+def read_suites(config: Config, folders: Mapping[str, Path]) -> list[EvalTask]:
     """Return the same without the held-out prompts."""
-    exams = exams_of(config)
-    return [Exam(name, exams[name], load_prompts(folder / HELDOUT)) for name, folder in folders.items()]
+    eval_tasks = eval_tasks_of(config)
+    return [EvalTask(name, eval_tasks[name], load_prompts(folder / HELDOUT)) for name, folder in folders.items()]
 
 
 def evaluate_checkpoint(
-    config: Config, checkpoint: Path, exams: Sequence[Exam], log_folder: Path
+    config: Config, checkpoint: Path, eval_tasks: Sequence[EvalTask], log_folder: Path
 ) -> dict[str, dict[str, Any]]:
     """Serve a checkpoint, hold engines against its canary, sample every prompt k times, grade, and summarise.
 
     Args:
         config: The configuration of the engines (`serving_config`).
         checkpoint: In Hub layout, BF16 or FP8, with tokenizer and chat template.
-        exams: What is asked.
+        eval_tasks: What is asked.
         log_folder: For the engines' logs.
 
     Returns:
-        By the name of each exam, see `summarize`; and `tokens_per_second`, sampled tokens per second of sampling, the
+        By the name of each task, see `summarize`; and `tokens_per_second`, sampled tokens per second of sampling, the
         one key that differs from run to run.
 
     Raises:
         ConfigError: An engine serves something else than what was trained.
         RuntimeError: When an engine does not start or fails.
     """
-    answered = answer_exams(config, checkpoint, exams, log_folder, is_held=True)
+    answered = answer_eval_tasks(config, checkpoint, eval_tasks, log_folder, is_held=True)
     return {
         name: {**summarize(one.graded), "tokens_per_second": one.tokens_per_second} for name, one in answered.items()
     }
@@ -127,7 +130,7 @@ def evaluate_checkpoint(
 
 @dataclass(frozen=True)
 class Answered:
-    """An exam that an engine has taken; a request, a result and a graded response for each sample.
+    """A task that an engine has answered; a request, a result and a graded response for each sample.
 
     Args:
         requests: What was asked.
@@ -147,20 +150,20 @@ class Answered:
         return sum(response.num_tokens for response in self.graded) / self.seconds
 
 
-def answer_exams(
+def answer_eval_tasks(
     config: Config,
     checkpoint: Path,
-    exams: Sequence[Exam],
+    eval_tasks: Sequence[EvalTask],
     log_folder: Path,
     is_held: bool = False,
     then: Then | None = None,
 ) -> dict[str, Answered]:
-    """Serve a checkpoint, sample, and grade, by the name of each exam; see `evaluate_checkpoint`.
+    """Serve a checkpoint, sample, and grade, by the name of each task; see `evaluate_checkpoint`.
 
     Args:
         config: The same.
         checkpoint: The same.
-        exams: The same.
+        eval_tasks: The same.
         log_folder: The same.
         is_held: Engines are held against the canary first; not by whoever asks how much a precision loses.
         then: Asks the engines more when all is sampled.
@@ -168,26 +171,26 @@ def answer_exams(
     with engines_to_ask(config, checkpoint, log_folder) as engines:
         # The tokenizer is read while the engines load.
         tokenizer = ChatTokenizer(checkpoint, config.data.chat_template_kwargs)
-        ready = right_engines(config, engines, checkpoint) if is_held else client_of(config, engines)
-        sampled = asyncio.run(_sample_all(ready, engines, tokenizer, exams, then))
+        ready = verified_engines(config, engines, checkpoint) if is_held else client_of(config, engines)
+        sampled = asyncio.run(_sample_all(ready, engines, tokenizer, eval_tasks, then))
     found = {}
     with GraderPool.of(config) as graders:
-        for exam, (requests, answers, seconds) in zip(exams, sampled, strict=True):
-            graded = asyncio.run(grade_responses(exam, tokenizer, graders, answers))
-            found[exam.name] = Answered(requests, answers, graded, seconds)
+        for eval_task, (requests, answers, seconds) in zip(eval_tasks, sampled, strict=True):
+            graded = asyncio.run(grade_responses(eval_task, tokenizer, graders, answers))
+            found[eval_task.name] = Answered(requests, answers, graded, seconds)
     return found
 
 
-def requests_of(exam: Exam, tokenizer: ChatTokenizer) -> list[GenerateRequest]:
+def requests_of(eval_task: EvalTask, tokenizer: ChatTokenizer) -> list[GenerateRequest]:
     """Return k requests per prompt, the samples of a prompt side by side."""
-    rendered = [tokenizer.render(prompt.messages, prompt.tools) for prompt in exam.prompts]
-    return make_requests(exam.config, exam.prompts, rendered, exam.name)
+    rendered = [tokenizer.render(prompt.messages, prompt.tools) for prompt in eval_task.prompts]
+    return make_requests(eval_task.config, eval_task.prompts, rendered, eval_task.name)
 
 
 def make_requests(
     config: Config, prompts: Sequence[Prompt], prompt_tokens: Sequence[Sequence[int]], tag: str = HELD_OUT
 ) -> list[GenerateRequest]:
-    """Return k requests per prompt, the samples of a prompt side by side; the tag makes seeds the exam's own."""
+    """Return k requests per prompt, the samples of a prompt side by side; the tag makes seeds its own."""
     evaluation = config.evaluation
     return [
         GenerateRequest(
@@ -300,13 +303,13 @@ async def sample_responses(
 
 async def _sample_all(
     ready: AbstractAsyncContextManager[EngineClient],
-    engines: AskedEngines,
+    engines: EngineEndpoints,
     tokenizer: ChatTokenizer,
-    exams: Sequence[Exam],
+    eval_tasks: Sequence[EvalTask],
     then: Then | None,
 ) -> list[Sampled]:
-    """Return of each exam what was asked, a result per request, and the seconds that sampling took."""
-    asked = [(exam.config, requests_of(exam, tokenizer)) for exam in exams]
+    """Return what was asked in each task, a result per request, and the seconds that sampling took."""
+    asked = [(eval_task.config, requests_of(eval_task, tokenizer)) for eval_task in eval_tasks]
     sampled: list[Sampled] = []
     async with ready as client:
         for of_exam, requests in asked:
@@ -319,15 +322,15 @@ async def _sample_all(
 
 
 async def grade_responses(
-    exam: Exam, tokenizer: ChatTokenizer, graders: GraderPool, results: Sequence[GenerateResult]
+    eval_task: EvalTask, tokenizer: ChatTokenizer, graders: GraderPool, results: Sequence[GenerateResult]
 ) -> list[GradedResponse]:
-    """Return what the exam's graders say of each result of `requests_of`.
+    """Return what the graders of a task say of each result of `requests_of`.
 
     Raises:
         RuntimeError: They failed too often.
     """
-    config, count = exam.config, exam.config.evaluation.num_samples_per_prompt
-    asked = [exam.prompts[place // count] for place in range(len(results))]
+    config, count = eval_task.config, eval_task.config.evaluation.num_samples_per_prompt
+    asked = [eval_task.prompts[place // count] for place in range(len(results))]
     answers = [answer_of(prompt, tokenizer, result) for prompt, result in zip(asked, results, strict=True)]
     groups = [answers[start : start + count] for start in range(0, len(answers), count)]
     scored = [one for group in await Scorer(config, graders).score(groups) for one in group]

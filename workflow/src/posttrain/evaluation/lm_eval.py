@@ -23,9 +23,9 @@ import yaml
 from posttrain.artifacts import read_json
 from posttrain.config.schema import Config
 from posttrain.data.chat import parse_template_kwargs
-from posttrain.engines.asked import right_engines
-from posttrain.engines.given import AskedEngines, engines_to_ask
+from posttrain.engines.engine_endpoints import EngineEndpoints, engines_to_ask
 from posttrain.engines.one_address import one_address
+from posttrain.engines.verified_engines import verified_engines
 from posttrain.preflight.lm_eval import lm_eval_python
 from posttrain.processes import end_processes, start_child
 
@@ -146,13 +146,13 @@ def _finite(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-async def _wait_right(config: Config, engines: AskedEngines, checkpoint: Path) -> None:
-    async with right_engines(config, engines, checkpoint, has_chat=config.evaluation.lm_eval.chat):
+async def _wait_right(config: Config, engines: EngineEndpoints, checkpoint: Path) -> None:
+    async with verified_engines(config, engines, checkpoint, has_chat=config.evaluation.lm_eval.chat):
         pass
 
 
 def _run(
-    config: Config, words: Sequence[str], log_path: Path, engines: AskedEngines | None = None, host: str = ""
+    config: Config, words: Sequence[str], log_path: Path, engines: EngineEndpoints | None = None, host: str = ""
 ) -> None:
     """Run lm-eval; it ends with this process.
 

@@ -14,7 +14,7 @@ from posttrain.data.dataset_files import HELDOUT, TRAIN
 from posttrain.data.label_leak import check_leak
 from posttrain.data.unread_fields import find_unread
 from posttrain.errors import CheckpointError, ConfigError, Problem, raise_if_any
-from posttrain.evaluation.heldout import Exam
+from posttrain.evaluation.heldout import EvalTask
 from posttrain.observability.progress import ProgressBar
 from posttrain.types import Prompt
 
@@ -24,7 +24,7 @@ NUM_NAMED = 5
 
 
 def render_all(
-    chat: ChatTokenizer, train: Sequence[Prompt], heldout: Sequence[Prompt], suites: Sequence[Exam]
+    chat: ChatTokenizer, train: Sequence[Prompt], heldout: Sequence[Prompt], suites: Sequence[EvalTask]
 ) -> list[int]:
     """Return the tokens that each training prompt has; the others are rendered to see that they can be.
 
@@ -79,7 +79,7 @@ def check_prompts(
     chat: ChatTokenizer,
     train: Sequence[Prompt],
     heldout: Sequence[Prompt],
-    suites: Sequence[Exam],
+    suites: Sequence[EvalTask],
     answer_of: Callable[[Prompt], Mapping[str, Any]] | None,
 ) -> tuple[list[Problem], list[Problem]]:
     """Return the problems that refuse a run, and notes.
@@ -116,7 +116,7 @@ def _unread(
 
 
 def _sides(
-    config: Config, train: Sequence[Prompt], heldout: Sequence[Prompt], suites: Sequence[Exam]
+    config: Config, train: Sequence[Prompt], heldout: Sequence[Prompt], suites: Sequence[EvalTask]
 ) -> dict[str, Sequence[Prompt]]:
     """Return the prompts with labels of each origin by its key of labels; none of those that are generated."""
     sides: dict[str, Sequence[Prompt]] = {}

@@ -44,7 +44,7 @@ from posttrain.planner.sizing.model_size import (
     parameters_by_component,
 )
 from posttrain.planner.sizing.node_copy import node_copies
-from posttrain.planner.sizing.unseen import uncertainty_gib, unseen_terms
+from posttrain.planner.sizing.untracked_memory import uncertainty_gib, untracked_terms
 from posttrain.planner.timing import duration
 from posttrain.planner.timing.decoding import DecodingGpus
 from posttrain.planner.timing.serving_load import SHOWN_CONCURRENCIES, is_predicted, predict_serving
@@ -212,7 +212,7 @@ def _trainer_part(config: Config, phases: list[PhaseMemory]) -> dict[str, Any]:
         "memory_gib_by_stage": [round(stage.total_gib, 4) for stage in stages],
         "stages": [stage.as_dict() for stage in stages],
         "capacity_gib": capacity,
-        "unseen": [dataclasses.asdict(term) for term in unseen_terms(config)],
+        "unseen": [dataclasses.asdict(term) for term in untracked_terms(config)],
         "uncertainty_gib": round(uncertainty, 4),
         "phases": [
             {

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from posttrain import cli
 from posttrain.config.load import Resolved
-from posttrain.launch.short_gang import ShortGang
+from posttrain.launch.oneshot_job import OneshotJob
 from posttrain.launch.site import is_waiting_pod, rendezvous_path
-from posttrain.launch.waiting_pod import lend_this_pod
+from posttrain.launch.worker_pod import lend_this_pod
 from posttrain.planner.sizing.evaluation import serving_config
 from posttrain.planner.sizing.precisions import precision_config
 
@@ -32,8 +32,8 @@ def main() -> None:
     served = job_of(arguments.resolved, arguments.precision)
     # Of an attempt before.
     shutil.rmtree(folder, ignore_errors=True)
-    with ShortGang.of_this_job(served, folder) as gang:
-        code = gang.run_beside_engines(arguments.checkpoint, arguments.command)
+    with OneshotJob.of_this_job(served, folder) as job:
+        code = job.run_beside_engines(arguments.checkpoint, arguments.command)
     sys.exit(code)
 
 

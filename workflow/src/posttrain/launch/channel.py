@@ -1,7 +1,7 @@
 """What the head of a gang and its nodes say to each other: JSON objects, one per line, over TCP.
 
 The connection is also the sign of life: when it ends, the other side has. Who is at the other end has shown that it
-belongs to the gang (`greeting`) before its messages are read.
+belongs to the gang (`handshake`) before its messages are read.
 """
 
 from __future__ import annotations

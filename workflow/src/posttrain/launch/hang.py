@@ -71,7 +71,7 @@ class HangWatch:
     _longest: dict[str, float] = field(default_factory=dict)
     _last: dict[int, Position] = field(default_factory=dict)
 
-    def look(self, positions: Mapping[int, Position]) -> str | None:
+    def observe(self, positions: Mapping[int, Position]) -> str | None:
         """Return what is wrong, or None.
 
         Args:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from posttrain.launch.channel import Channel
-from posttrain.training import early_end
+from posttrain.training import graceful_shutdown
 
 # Fifteen have to be missing before a node counts as silent (`launch.node_silence_seconds`: 30), and who wants to know
 # whether a pod is there waits no longer than for the next.
@@ -58,5 +58,5 @@ class Head:
         self._messages.put({"kind": "stop"})
 
     def _beat(self) -> None:
-        while self.tell("asked_to_end" if early_end.is_asked() else "beat"):
+        while self.tell("asked_to_end" if graceful_shutdown.is_asked() else "beat"):
             time.sleep(BEAT_SECONDS)

@@ -26,10 +26,10 @@ from posttrain.config.schema import Config
 from posttrain.engines.ports import choose_free_ports
 from posttrain.engines.process import EngineProcess, started_engines
 from posttrain.errors import CheckpointError, ConfigError, explain
-from posttrain.launch.calibrating import run_ranks
+from posttrain.launch.calibration_ranks import run_ranks
 from posttrain.launch.channel import POLL_SECONDS
 from posttrain.launch.flight_recorder import ANSWER_SECONDS
-from posttrain.launch.greeting import SECRET_VARIABLE, join
+from posttrain.launch.handshake import SECRET_VARIABLE, join
 from posttrain.launch.head import BEAT_SECONDS, EndedByHead, Head
 from posttrain.launch.job import TrainingJob
 from posttrain.launch.node_engines import (
@@ -47,7 +47,7 @@ from posttrain.observability.logging import LOG_VARIABLE
 from posttrain.observability.rank_progress import ROLLOUT
 from posttrain.preflight.machine import check_open_files
 from posttrain.preflight.report import raise_problems
-from posttrain.training import early_end
+from posttrain.training import graceful_shutdown
 
 log = logging.getLogger(__name__)
 
@@ -294,7 +294,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    early_end.block()  # before there is another thread, which would take the signal
+    graceful_shutdown.block()  # before there is another thread, which would take the signal
     _arguments = parse_arguments()
     os.environ[LOG_VARIABLE] = str(_arguments.log_folder / f"node-{_arguments.name}.log")
     cli.run(main, role=f"node {_arguments.name}")

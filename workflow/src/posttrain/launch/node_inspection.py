@@ -18,7 +18,7 @@ import psutil
 from posttrain.config.load import load_resolved
 from posttrain.engines.ports import choose_free_ports
 from posttrain.launch.channel import POLL_SECONDS
-from posttrain.launch.greeting import SECRET_VARIABLE
+from posttrain.launch.handshake import SECRET_VARIABLE
 from posttrain.launch.inspection import CLOCK, FACTS, KV_TRANSFER, LINKS, REACH
 from posttrain.planner.flags.environment import trainer_environment
 from posttrain.planner.flags.flag import as_environment

@@ -15,8 +15,8 @@ from posttrain.artifacts import Paths
 from posttrain.errors import raise_if_any
 from posttrain.launch.cluster import PAUSE_SECONDS, Cluster
 from posttrain.launch.container import CLONE
-from posttrain.launch.gang_of_pods import run_to_end
 from posttrain.launch.jobset import check_mounted, render
+from posttrain.launch.jobset_attempt import run_to_end
 from posttrain.observability.logging import LOG_VARIABLE
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from posttrain.config.schema import Config
 from posttrain.launch.channel import POLL_SECONDS, Channel
-from posttrain.launch.greeting import Reception
+from posttrain.launch.handshake import Reception
 from posttrain.launch.jobset import EXIT_TO_START_AGAIN, NODE_NAME, NUM_NODES, POD_ADDRESS
 from posttrain.launch.nodes import (
     FIRST_PORT,

@@ -16,8 +16,8 @@ from posttrain.artifacts import Paths
 from posttrain.config.derived import nodes_with_spares
 from posttrain.config.load import dump_resolved
 from posttrain.errors import Problem
-from posttrain.launch.gathering import AttemptFailedError, Gathering
 from posttrain.launch.inspection import FILE_NAME, KV_TRANSFER, LINKS, UnfitNodesError
+from posttrain.launch.node_group import AttemptFailedError, NodeGroup
 from posttrain.launch.nodes import Nodes
 from posttrain.preflight.judgement import Unfit, summarize
 from posttrain.preflight.report import Finding, ok
@@ -82,9 +82,9 @@ def _look(paths: Paths, nodes: Nodes, names: list[str]) -> tuple[Unfit, dict[str
     artifacts.write_text(config_path, dump_resolved(paths.resolved))
     unfit: Unfit = {}
     try:
-        with Gathering(paths.resolved.config, nodes, names, folder) as gathering:
-            gathering.gather()
-            gathering.look(config_path, paths.node_local("{node}"))
+        with NodeGroup(paths.resolved.config, nodes, names, folder) as group:
+            group.form_group()
+            group.inspect(config_path, paths.node_local("{node}"))
     except UnfitNodesError as error:
         unfit = error.unfit
     except AttemptFailedError as failure:

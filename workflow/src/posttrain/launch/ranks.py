@@ -28,7 +28,7 @@ from posttrain.planner.flags.environment import started_with, trainer_environmen
 from posttrain.planner.flags.flag import as_environment
 from posttrain.processes import end_processes, start_child
 from posttrain.rendezvous import FILE_VARIABLE
-from posttrain.training.early_end import SAVED_EXIT_CODE
+from posttrain.training.graceful_shutdown import SAVED_EXIT_CODE
 
 TRAINER = "posttrain.launch.trainer_rank"
 # `faulthandler` writes from the signal's handler, whatever the interpreter does: at once, or never.
@@ -92,7 +92,7 @@ class CpuUse:
         self._process = psutil.Process(pid)
         self._seen: deque[tuple[float, float]] = deque()
 
-    def look(self) -> None:
+    def sample(self) -> None:
         """Take note of what has been used by now; asked again too soon, it does nothing."""
         now = time.monotonic()
         if self._seen and now < self._seen[-1][0] + CPU_LOOK_SECONDS:
@@ -150,7 +150,7 @@ class RankProcess:
         if progress is None:
             return None
         now = time.monotonic()
-        self._cpu_use.look()
+        self._cpu_use.sample()
         return {
             "step": progress.step,
             "phase": progress.phase,

@@ -1,7 +1,7 @@
 """How the pods of a gang find its head.
 
 The head writes into a file on shared storage where it listens, with a secret that is new each time; only its own user
-can read it. Who connects and who listens each prove that they have read it (`greeting`).
+can read it. Who connects and who listens each prove that they have read it (`handshake`).
 """
 
 from __future__ import annotations

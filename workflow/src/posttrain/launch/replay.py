@@ -20,7 +20,7 @@ from posttrain.errors import ConfigError, Problem
 from posttrain.launch.ranks import Rendezvous, running_ranks
 from posttrain.observability.metrics import without_timings
 from posttrain.observability.sinks import read_rows
-from posttrain.rollout.persisted import RolloutStore
+from posttrain.rollout.rollout_store import RolloutStore
 from posttrain.training.checkpoints import CheckpointFolder, committed_checkpoints
 from posttrain.training.fork import copy_metrics, take_checkpoint
 

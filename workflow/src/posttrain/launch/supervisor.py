@@ -28,11 +28,11 @@ from posttrain.artifacts.lease import (
 from posttrain.config.load import load_resolved
 from posttrain.config.schema import Config
 from posttrain.errors import CheckpointError
-from posttrain.launch.gang import EndedEarlyError, Gang, HangError
-from posttrain.launch.gathering import AttemptFailedError
+from posttrain.launch.attempt import Attempt, EndedEarlyError, HangError
 from posttrain.launch.inspection import UnfitNodesError, describe_unfit
 from posttrain.launch.job import TrainingJob
 from posttrain.launch.jobset import NUM_NODES
+from posttrain.launch.node_group import AttemptFailedError
 from posttrain.launch.nodes import Nodes, NodesLostError
 from posttrain.preflight.judgement import Unfit
 
@@ -148,10 +148,10 @@ class _Supervision:
             # A full disk ends the attempt where it says so.
             log.warning("attempt %d will not be recorded if it is killed: %s", row["attempt"], error)
         reason = "the supervisor was ended"
-        gang = Gang(self._job, self._config, self._nodes, names, folder, self._lease, self._fit)
+        attempt = Attempt(self._job, self._config, self._nodes, names, folder, self._lease, self._fit)
         try:
-            with gang:
-                gang.run()
+            with attempt:
+                attempt.run()
             reason = "done"
         except AttemptFailedError as failure:
             failure.lost_nodes = self._nodes.check(failure.suspects)
@@ -162,8 +162,8 @@ class _Supervision:
             raise
         finally:
             row |= {"ended_unix": time.time(), "reason": reason}
-            if gang.first_step_unix:
-                row["first_step_seconds"] = round(gang.first_step_unix - row["started_unix"], 1)
+            if attempt.first_step_unix:
+                row["first_step_seconds"] = round(attempt.first_step_unix - row["started_unix"], 1)
             (folder / BEGUN).unlink(missing_ok=True)
             self._record(row)
 

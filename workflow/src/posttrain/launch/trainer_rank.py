@@ -15,7 +15,7 @@ from pathlib import Path
 from posttrain import cli
 from posttrain.artifacts.lease import check_epoch
 from posttrain.engines.secret import take_secret
-from posttrain.training import early_end
+from posttrain.training import graceful_shutdown
 from posttrain.types import Prompt
 
 
@@ -66,7 +66,7 @@ def main() -> None:
     ) as run:
         is_done = train(run, arguments.until)
     if not is_done:
-        sys.exit(early_end.SAVED_EXIT_CODE)
+        sys.exit(graceful_shutdown.SAVED_EXIT_CODE)
 
 
 def _prompts(dataset: Path, data_check: Path | None) -> list[Prompt]:
@@ -82,5 +82,5 @@ def _always() -> None:
 
 
 if __name__ == "__main__":
-    early_end.block()  # before there is another thread, which would take the signal
+    graceful_shutdown.block()  # before there is another thread, which would take the signal
     cli.run(main, role=f"trainer {os.environ.get('RANK', '0')}")

@@ -33,7 +33,7 @@ RECORDS = (
 
 
 @dataclass(frozen=True)
-class Artefact:
+class Artifact:
     """A folder that a step made, or one part of it.
 
     Args:
@@ -65,7 +65,7 @@ def record_run(run: Path) -> tuple[FileRecord, ...]:
     return record_files(run, (path.relative_to(run).as_posix() for path in found))
 
 
-def find_artefacts(paths: Paths) -> list[Artefact]:
+def find_artefacts(paths: Paths) -> list[Artifact]:
     """Return every artefact of the run whose receipt exists, from the source to the export.
 
     Args:
@@ -74,7 +74,7 @@ def find_artefacts(paths: Paths) -> list[Artefact]:
     return [*find_store_artefacts(paths), *_find_run_artefacts(paths)]
 
 
-def find_store_artefacts(paths: Paths) -> list[Artefact]:
+def find_store_artefacts(paths: Paths) -> list[Artifact]:
     """Return the artefacts that do not depend on a run; of unfinished ones the finished parts."""
     folders = [(name, folder) for name, folder in paths.store_artefacts.items() if name not in _of_the_run(paths)]
     if (source := paths.resolved.config.model.source).kind == "run":
@@ -82,7 +82,7 @@ def find_store_artefacts(paths: Paths) -> list[Artefact]:
     return [artefact for name, folder in folders for artefact in _artefacts_of(name, folder)]
 
 
-def _find_run_artefacts(paths: Paths) -> list[Artefact]:
+def _find_run_artefacts(paths: Paths) -> list[Artifact]:
     found = []
     if paths.train_done.exists():
         # Training's receipt has a name of its own; its checkpoints lie beside other files of the run.
@@ -113,17 +113,17 @@ def _of_the_run(paths: Paths) -> dict[str, Path]:
     return {"calibration": paths.calibration, "serving": paths.serving} if is_trained else {}
 
 
-def _kept_checkpoint(manifest: Path) -> Artefact:
+def _kept_checkpoint(manifest: Path) -> Artifact:
     """Return a checkpoint of training; it may be forked as long as it is kept."""
     name = f"checkpoint {manifest.parent.name}"
     try:
         receipt = Receipt("train_grpo", read_records(manifest), {}, {})
     except CheckpointError as error:
-        return Artefact(name, manifest.parent, manifest, None, str(error))
-    return Artefact(name, manifest.parent, manifest, receipt)
+        return Artifact(name, manifest.parent, manifest, None, str(error))
+    return Artifact(name, manifest.parent, manifest, receipt)
 
 
-def _artefacts_of(name: str, folder: Path) -> list[Artefact]:
+def _artefacts_of(name: str, folder: Path) -> list[Artifact]:
     """Return a folder's artefact; while it is not finished, the parts that are."""
     if receipt_of(folder).exists():
         return [_load(name, folder, receipt_of(folder))]
@@ -132,7 +132,7 @@ def _artefacts_of(name: str, folder: Path) -> list[Artefact]:
     return [_load(f"{name} part {path.name.split('.')[0]}", where, path, False) for path in receipts]
 
 
-def _find_copies(paths: Paths, origins: Iterable[Artefact]) -> Iterator[Artefact]:
+def _find_copies(paths: Paths, origins: Iterable[Artifact]) -> Iterator[Artifact]:
     """Yield the copies on nodes' own disks that this machine can see, with their origin's receipt."""
     receipts = {origin.receipt.digest: origin for origin in origins if origin.receipt is not None}
     for record in sorted(paths.run.glob("node_local/*.json")):
@@ -142,17 +142,17 @@ def _find_copies(paths: Paths, origins: Iterable[Artefact]) -> Iterator[Artefact
             copies = [(Path(copy["folder"]), str(copy["receipt_digest"])) for copy in row["copies"] if is_here]
         except (OSError, ValueError, KeyError, TypeError) as error:
             why = f"{record}: not a record of what a node holds ({error!r}); stage again"
-            yield Artefact(record.stem, record.parent, record, None, why)
+            yield Artifact(record.stem, record.parent, record, None, why)
             continue
         for folder, digest in copies:
             if origin := receipts.get(digest):
-                yield Artefact(f"{node}: {origin.name}", folder, record, origin.receipt, "", False)
+                yield Artifact(f"{node}: {origin.name}", folder, record, origin.receipt, "", False)
             else:
                 why = f"{record}: {folder} was copied from {digest[:12]}, which nothing on disk has"
-                yield Artefact(f"{node}: {folder.name}", folder, record, None, why)
+                yield Artifact(f"{node}: {folder.name}", folder, record, None, why)
 
 
-def _find_evaluations(paths: Paths) -> Iterator[Artefact]:
+def _find_evaluations(paths: Paths) -> Iterator[Artifact]:
     """Yield the evaluations, then lm-eval's; earlier versions wrote no receipts, the result itself names its model."""
     for path in (paths.evaluation("before"), paths.evaluation("after")):
         name = f"evaluation {path.stem}"
@@ -161,17 +161,17 @@ def _find_evaluations(paths: Paths) -> Iterator[Artefact]:
         elif path.exists():
             try:
                 receipt = Receipt("evaluate", (), dict(read_json(path)["inputs"]), {})
-                yield Artefact(name, path.parent, path, receipt, "", False)
+                yield Artifact(name, path.parent, path, receipt, "", False)
             except (OSError, ValueError, KeyError, TypeError) as error:
                 why = f"{path}: not the result of an evaluation ({error!r}); delete it, and it is made again"
-                yield Artefact(name, path.parent, path, None, why)
+                yield Artifact(name, path.parent, path, None, why)
     for path in (paths.lm_eval("before"), paths.lm_eval("after")):
         if receipt_of(path).exists():
             yield _load(f"evaluation {path.stem}", path.parent, receipt_of(path), False)
 
 
-def _load(name: str, folder: Path, receipt_path: Path, is_whole_folder: bool = True) -> Artefact:
+def _load(name: str, folder: Path, receipt_path: Path, is_whole_folder: bool = True) -> Artifact:
     try:
-        return Artefact(name, folder, receipt_path, read_receipt(receipt_path), "", is_whole_folder)
+        return Artifact(name, folder, receipt_path, read_receipt(receipt_path), "", is_whole_folder)
     except CheckpointError as error:
-        return Artefact(name, folder, receipt_path, None, str(error))
+        return Artifact(name, folder, receipt_path, None, str(error))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from posttrain.artifacts.recodings import OTHER_QUANTISED
+from posttrain.artifacts.weight_formats import OTHER_QUANTISED
 from posttrain.config.schema import EXPERIMENT_SECTIONS, Config
 from posttrain.observability import report_figures
 from posttrain.observability.coverage_map import coverage_map

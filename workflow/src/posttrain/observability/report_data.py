@@ -16,11 +16,11 @@ from typing import Any
 
 from posttrain import __version__
 from posttrain.artifacts import Paths, parse_json, read_json, read_receipt, receipt_of
-from posttrain.artifacts.recodings import rule_of
+from posttrain.artifacts.weight_formats import rule_of
 from posttrain.config import schema
 from posttrain.config.load import Resolved, load_resolved
 from posttrain.errors import CheckpointError
-from posttrain.observability.provenance import Artefact, find_artefacts
+from posttrain.observability.provenance import Artifact, find_artefacts
 from posttrain.observability.sinks import read_rows
 
 SHOWN_PACKAGES = (
@@ -90,7 +90,7 @@ class RunData:
     after: Mapping[str, Any] | None
     attempts: Sequence[Mapping[str, Any]]
     times: Sequence[RuleTime]
-    artefacts: Sequence[Artefact]
+    artefacts: Sequence[Artifact]
     lineage: Sequence[Mapping[str, Any]]
     final_weights_sha256: str | None
     commit: str
@@ -260,7 +260,7 @@ def flat_config(config: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def rule_times(logs: Path, paths: Paths, artefacts: Sequence[Artefact]) -> list[RuleTime]:
+def rule_times(logs: Path, paths: Paths, artefacts: Sequence[Artifact]) -> list[RuleTime]:
     """Return what each job took: from Snakemake's benchmark files, else from a receipt's history."""
     times = [_read_benchmark(path) for path in sorted(logs.glob("*/*.benchmark.tsv")) if _belongs_to(path, paths)]
     measured = {time.rule for time in times}
@@ -292,7 +292,7 @@ def package_versions() -> dict[str, str]:
     return versions
 
 
-def _lineage_of(artefacts: Sequence[Artefact]) -> Sequence[Mapping[str, Any]]:
+def _lineage_of(artefacts: Sequence[Artifact]) -> Sequence[Mapping[str, Any]]:
     """Return the runs that a run was forked from, the oldest first: "run", "step" and what was "changed"."""
     receipts = [artefact.receipt for artefact in artefacts if artefact.receipt is not None]
     return next((receipt.settings["lineage"] for receipt in receipts if receipt.step == "fork_checkpoint"), [])
@@ -338,7 +338,7 @@ def _read_benchmark(path: Path) -> RuleTime:
     )
 
 
-def _read_history(artefact: Artefact) -> list[RuleTime]:
+def _read_history(artefact: Artifact) -> list[RuleTime]:
     path = artefact.receipt_path
     history = _read_json_lines(path.with_name(path.name.removesuffix(".receipt.json") + ".history.jsonl"))
     last = history[-1] if history else {}

@@ -41,7 +41,7 @@ class JobNeeds:
     Args:
         nodes: Nodes, spare ones included.
         gpus: All GPUs of those nodes; 0 where it uses none.
-        time_limit: What it asks a scheduler for; empty: what the site gives a job without a wish of its own.
+        time_limit: What it asks a scheduler for; empty: what the site gives a job unless told otherwise.
         memory_bytes: Host memory that it takes; 0 where it is little, or another part of the plan says it.
         seconds: What it takes by the plan; None where the planner cannot tell, or was not asked (`RuleNeeds.of`).
     """

@@ -21,14 +21,13 @@ from posttrain.config.derived import (
 from posttrain.config.schema import Config
 from posttrain.config.site_rules import time_limit_minutes
 from posttrain.errors import Problem
-from posttrain.planner.flags.bad_pairs import find_bad_pairs
+from posttrain.planner.flags.env_conflicts import find_env_conflicts
 from posttrain.planner.flags.sparse_kernels import check_sparse_kernel
 from posttrain.planner.sizing.capacity import check_declared, check_typical
 from posttrain.planner.sizing.engine import engine_memory
 from posttrain.planner.sizing.export_check import check_export_memory
 from posttrain.planner.sizing.layout import propose_layouts
 from posttrain.planner.sizing.layout_choice import requests_that_fit
-from posttrain.planner.sizing.made_model import check_made
 from posttrain.planner.sizing.memory_phases import (
     NO_STAGE,
     PhaseMemory,
@@ -38,7 +37,8 @@ from posttrain.planner.sizing.memory_phases import (
     phase_memory,
 )
 from posttrain.planner.sizing.storage import storage
-from posttrain.planner.sizing.unseen import uncertainty_gib, unseen_terms
+from posttrain.planner.sizing.tiny_model import check_made
+from posttrain.planner.sizing.untracked_memory import uncertainty_gib, untracked_terms
 from posttrain.planner.timing.duration import Bandwidths
 from posttrain.planner.timing.step_time import (
     evaluation_interval,
@@ -66,7 +66,7 @@ def find_problems(config: Config) -> list[Problem]:
         *_check_time_limit(config),
         *_check_evaluation_share(config),
         *check_declared(config, storage(config), _host_gib(config)),
-        *find_bad_pairs(config),
+        *find_env_conflicts(config),
         *check_sparse_kernel(config),
     ]
 
@@ -174,7 +174,7 @@ def _check_margin(config: Config) -> Iterator[Problem]:
     fullest, limit = max(phase_memory(config), key=lambda item: item.gpu_gib), capacity_gib(config)
     uncertain = uncertainty_gib(config)
     if fullest.gpu_gib <= limit < fullest.gpu_gib + uncertain:
-        terms = ", ".join(term.name for term in unseen_terms(config))
+        terms = ", ".join(term.name for term in untracked_terms(config))
         allowed = f"{_limit(config)}; up to {uncertain:.1f} GiB more have been seen of {terms}"
         yield Problem("trainer.max_tokens_per_gpu", _amount(fullest), allowed, "leave room; it may fit, and may not")
 

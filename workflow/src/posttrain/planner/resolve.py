@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.artifacts.source_run import with_pinned_source
-from posttrain.config.begun import as_begun
+from posttrain.config.legacy_runs import as_begun
 from posttrain.config.load import Resolved, merge
 from posttrain.planner.sizing.layout_choice import choose_layout
 

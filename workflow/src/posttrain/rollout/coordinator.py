@@ -20,8 +20,8 @@ from posttrain.engines.sampling_seed import sampling_seed
 from posttrain.errors import ConfigError, Problem
 from posttrain.reward.graders import GraderPool
 from posttrain.reward.scoring import Scored, Scorer, check_failures
-from posttrain.rollout.answers import answer_of
-from posttrain.rollout.persisted import RolloutStore
+from posttrain.rollout.response_text import answer_of
+from posttrain.rollout.rollout_store import RolloutStore
 from posttrain.types import Prompt, Routes, Sample, SampleGroup
 
 log = logging.getLogger(__name__)

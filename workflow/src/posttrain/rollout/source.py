@@ -18,9 +18,9 @@ from posttrain.observability.rank_progress import (
     name_silent,
     report_progress,
 )
+from posttrain.rollout.broadcast import as_plain, from_plain
 from posttrain.rollout.coordinator import RolloutResult
-from posttrain.rollout.persisted import RolloutStore
-from posttrain.rollout.sharing import as_plain, from_plain
+from posttrain.rollout.rollout_store import RolloutStore
 
 log = logging.getLogger(__name__)
 

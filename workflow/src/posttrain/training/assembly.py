@@ -17,7 +17,7 @@ from posttrain.config.load import experiment_of
 from posttrain.config.schema import Config
 from posttrain.data.chat import ChatTokenizer
 from posttrain.engines.client import EngineClient
-from posttrain.evaluation.heldout import read_exams
+from posttrain.evaluation.heldout import read_eval_tasks
 from posttrain.megatron_backend.initialize import joined_ranks
 from posttrain.megatron_backend.model import Policy, build_policy
 from posttrain.megatron_backend.plain_data import share_plain
@@ -28,18 +28,18 @@ from posttrain.observability.sinks import MetricSinks
 from posttrain.planner.sizing.storage import storage
 from posttrain.reward.graders import GraderPool
 from posttrain.rollout.coordinator import RolloutCoordinator
-from posttrain.rollout.given import GivenResponses
-from posttrain.rollout.persisted import RolloutStore
+from posttrain.rollout.offline_responses import OfflineResponses
+from posttrain.rollout.rollout_store import RolloutStore
 from posttrain.rollout.source import RolloutMaker, RolloutSource, StoredSource, SynchronousSource
 from posttrain.training.checkpoint_writer import CheckpointWriter
 from posttrain.training.checkpoints import CheckpointFolder
+from posttrain.training.colocation import Colocation, SleepingEngines, wait_for_all
 from posttrain.training.mismatch import EngineComparison
 from posttrain.training.run import TrainingRun
 from posttrain.training.saved_state import CheckpointToLoad, SavedState
 from posttrain.training.step_evaluation import StepEvaluation
-from posttrain.training.turns import SleepingEngines, Turns, wait_for_all
 from posttrain.types import Prompt
-from posttrain.weight_sync.engine_layout import Holdings
+from posttrain.weight_sync.engine_layout import EngineShards
 from posttrain.weight_sync.proof import WeightProof
 from posttrain.weight_sync.publish import WeightPublisher, served_format
 
@@ -71,7 +71,7 @@ def open_run(
         engine_secret: What they want to be shown.
         may_commit: See `CheckpointFolder`.
         finished: See `CheckpointToLoad`.
-        exam_folders: Of what is measured between steps, see `read_exams`.
+        exam_folders: Of what is measured between steps, see `read_eval_tasks`.
 
     Raises:
         RuntimeError: This node sees a newer checkpoint.
@@ -91,19 +91,21 @@ def open_run(
             )
             sinks = stack.enter_context(_sinks_of(config, run_folder, run_name, to_load))
         values = ServedValues(HubWeights(policy.chunks, config.model.architecture), served_format(config))
-        holdings = Holdings(values, client, runner)
+        engine_shards = EngineShards(values, client, runner)
         yield TrainingRun(
             config=config,
             policy=policy,
             objective=objective_of(config),
             source=_source_of(config, runner, client, maker, store, has_engines=bool(engine_urls)),
             comparison=EngineComparison(config, policy, values) if uses_engines(config) else None,
-            publisher=_publisher_of(config, holdings, run_folder, model_folder, engine_secret if engine_urls else ""),
+            publisher=_publisher_of(
+                config, engine_shards, run_folder, model_folder, engine_secret if engine_urls else ""
+            ),
             state=_state_of(config, policy, trainer, torch_dist, to_load, checkpoints, store),
             sinks=sinks,
             traces=run_folder / "traces",
             evaluation=evaluation,
-            turns=Turns(trainer, engines, wait_for_all) if trainer and engines else None,
+            turns=Colocation(trainer, engines, wait_for_all) if trainer and engines else None,
         )
 
 
@@ -122,12 +124,12 @@ def _source_of(
 
 
 def _publisher_of(
-    config: Config, holdings: Holdings, run_folder: Path, model_folder: Path, engine_secret: str
+    config: Config, engine_shards: EngineShards, run_folder: Path, model_folder: Path, engine_secret: str
 ) -> WeightPublisher | None:
     if not uses_engines(config):
         return None
-    proof = WeightProof(holdings, engine_secret) if engine_secret and proves_weights(config) else None
-    return WeightPublisher(config, holdings, run_folder / "served_weights", model_folder, proof)
+    proof = WeightProof(engine_shards, engine_secret) if engine_secret and proves_weights(config) else None
+    return WeightPublisher(config, engine_shards, run_folder / "served_weights", model_folder, proof)
 
 
 def _sinks_of(config: Config, run_folder: Path, run_name: str, to_load: CheckpointToLoad) -> MetricSinks:
@@ -191,13 +193,13 @@ def _open_makers(
         return None, None
     tokenizer = ChatTokenizer(model_folder, config.data.chat_template_kwargs)
     if client is None:
-        return GivenResponses(config, read_prompts(), tokenizer), None
+        return OfflineResponses(config, read_prompts(), tokenizer), None
     graders = stack.enter_context(GraderPool.of(config))
     maker = RolloutCoordinator(config, read_prompts(), tokenizer, client, store, graders)
     if not config.evaluation.interval:
         return maker, None
-    exams = read_exams(config, exam_folders)
-    return maker, StepEvaluation(exams, tokenizer, client, graders, run_folder / "evaluations", runner)
+    eval_tasks = read_eval_tasks(config, exam_folders)
+    return maker, StepEvaluation(eval_tasks, tokenizer, client, graders, run_folder / "evaluations", runner)
 
 
 def _open_client(

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from posttrain.artifacts import FileRecord
 from posttrain.artifacts.durable import naming
-from posttrain.checkpoint.canary import Canary, write_canary
+from posttrain.checkpoint.reference_logprobs import ReferenceLogprobs, write_reference_logprobs
 from posttrain.megatron_backend import checkpoint
 from posttrain.megatron_backend.model import Policy
 from posttrain.megatron_backend.plain_data import gather_plain
@@ -63,7 +63,7 @@ class CheckpointWriter:
         """A checkpoint was begun and is not finished."""
         return self._written is not None
 
-    def begin(self, finished: int, canary: Canary | None = None) -> None:
+    def begin(self, finished: int, canary: ReferenceLogprobs | None = None) -> None:
         """Begin to write the state after `finished` steps; their metrics are on disk by now.
 
         Args:
@@ -92,12 +92,12 @@ class CheckpointWriter:
         self._written = None
 
     def _write_and_commit(
-        self, finished: int, write: Callable[[], None], canary: Canary | None, started: float
+        self, finished: int, write: Callable[[], None], canary: ReferenceLogprobs | None, started: float
     ) -> None:
         with naming(self._folder.partial(finished), needed_bytes=self._needed_bytes):
             write()
             if canary and self._is_rank0:
-                write_canary(self._folder.partial(finished), canary)
+                write_reference_logprobs(self._folder.partial(finished), canary)
             records = self._gather(self._folder.record_share(finished, dist.get_rank()))
             if self._is_rank0:
                 self._folder.write_manifest(finished, records)

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.artifacts import Paths, read_receipt
-from posttrain.config.begun import refuse_other_experiment
 from posttrain.config.fields import did_you_mean, leaves_of
+from posttrain.config.legacy_runs import refuse_other_experiment
 from posttrain.config.load import read_yaml
 from posttrain.errors import Problem, raise_if_any
 from posttrain.training.checkpoints import check_sizes, committed_checkpoints

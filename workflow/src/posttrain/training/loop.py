@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from posttrain.observability.progress import ProgressBar
 from posttrain.observability.rank_progress import BEGIN_SAVE, report_progress
-from posttrain.training.lessons import LessonWatch
+from posttrain.training.no_signal_monitor import NoSignalMonitor
 from posttrain.training.run import TrainingRun
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ def train(run: TrainingRun, until: int = 0) -> bool:
         Whether the last step is done.
     """
     num_steps = until or run.config.training.num_steps
-    finished, lessons = run.resume(), LessonWatch()
+    finished, lessons = run.resume(), NoSignalMonitor()
     with ProgressBar("train", num_steps, unit="steps", quiet=not run.is_rank0) as bar:
         bar.advance(finished)
         while finished < num_steps and not run.ends_early:

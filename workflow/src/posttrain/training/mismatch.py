@@ -15,10 +15,10 @@ from posttrain.config.derived import mismatch_limits
 from posttrain.config.schema import Config
 from posttrain.megatron_backend.model import Policy
 from posttrain.megatron_backend.plain_data import gather_plain
+from posttrain.megatron_backend.quantized_weights import QuantizedWeights
 from posttrain.megatron_backend.ranks import gather_over_data_parallel
 from posttrain.megatron_backend.served_values import ServedValues
 from posttrain.megatron_backend.train_step import compute_logprobs
-from posttrain.megatron_backend.weight_lender import WeightLender
 from posttrain.observability.rank_progress import leave_last_words
 from posttrain.training.batch import Update
 
@@ -40,7 +40,7 @@ class EngineComparison:
 
     def __init__(self, config: Config, policy: Policy, values: ServedValues):
         self._config, self._policy = config, policy
-        self._lender = WeightLender(policy, values)
+        self._lender = QuantizedWeights(policy, values)
 
     def is_due(self, step: int) -> bool:
         """Return whether a step, from 0, has extra passes for comparison."""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from posttrain.algorithm.mismatch import Mismatch
 from posttrain.algorithm.objective import Objective
-from posttrain.checkpoint.canary import Canary
+from posttrain.checkpoint.reference_logprobs import ReferenceLogprobs
 from posttrain.config.schema import Config
 from posttrain.config.suites import evaluation_is_due
 from posttrain.megatron_backend import checkpoint, train_step
@@ -29,16 +29,16 @@ from posttrain.megatron_backend.ranks import data_parallel_rank, seed_random_sta
 from posttrain.observability.sinks import MetricSinks
 from posttrain.rollout.coordinator import RolloutResult
 from posttrain.rollout.source import RolloutSource
-from posttrain.training import early_end
+from posttrain.training import graceful_shutdown
 from posttrain.training.batch import Update, make_updates
-from posttrain.training.canary import record_canary
+from posttrain.training.colocation import Colocation
 from posttrain.training.metrics import step_metrics
 from posttrain.training.mismatch import EngineComparison, share_of_limit
 from posttrain.training.phases import PhaseClock
+from posttrain.training.reference_logprobs import record_reference_logprobs
 from posttrain.training.saved_state import SavedState
 from posttrain.training.slow_ranks import SlowRanks, probe_seconds
 from posttrain.training.step_evaluation import StepEvaluation
-from posttrain.training.turns import Turns
 from posttrain.training.utilisation import model_flops_utilisation, traced
 from posttrain.types import SampleGroup
 from posttrain.weight_sync.publish import WeightPublisher
@@ -75,7 +75,7 @@ class TrainingRun:
     sinks: MetricSinks | None
     traces: Path
     evaluation: StepEvaluation | None = None
-    turns: Turns | None = None
+    turns: Colocation | None = None
     ends_early: bool = False
     _num_non_finite: int = 0
     _slow_ranks: SlowRanks = field(default_factory=SlowRanks)
@@ -118,7 +118,7 @@ class TrainingRun:
         """
         rollout = self.source.collect(step, lambda failure: self._recover(step, failure))
         if self.publisher:
-            self.publisher.prove_again()
+            self.publisher.reverify()
         return rollout
 
     def _recover(self, step: int, failure: str) -> None:
@@ -132,7 +132,7 @@ class TrainingRun:
         if self.turns:
             self.turns.enter("weight_sync")
         if self.publisher:
-            self.publisher.meet_again()
+            self.publisher.reconnect()
         self.publish(step)
         if self.turns:
             self.turns.enter("rollout")
@@ -164,7 +164,7 @@ class TrainingRun:
         if dist.get_world_size() == 1:
             return
         probes = gather_plain((probe_seconds(), socket.gethostname()))
-        for rank, factor in self._slow_ranks.look([seconds for seconds, _ in probes]).items():
+        for rank, factor in self._slow_ranks.observe([seconds for seconds, _ in probes]).items():
             if self.is_rank0:
                 log.warning("rank %d on %s computes %.1f times slower than the median", rank, probes[rank][1], factor)
 
@@ -205,34 +205,34 @@ class TrainingRun:
         """
         found: list[Mismatch] = []
 
-        def look(logprobs: Sequence[torch.Tensor]) -> None:
+        def observe(logprobs: Sequence[torch.Tensor]) -> None:
             before = [updates[0].with_old_logprobs(logprobs), *updates[1:]]
             known = before if self.objective.needs.old_logprobs else before[:1]
             if self.comparison:
                 found.append(self.comparison.on_own_weights(step, known, served))
 
         lr, first, last = learning_rate(self.config, step), updates[0], updates[-1]
-        statistics = [self._update(u, lr, look if u is first else None, is_last=u is last) for u in updates]
+        statistics = [self._update(u, lr, observe if u is first else None, is_last=u is last) for u in updates]
         return statistics, found[0] if found else None
 
     def _update(
-        self, update: Update, lr: float, look: Callable[[list[torch.Tensor]], None] | None, is_last: bool
+        self, update: Update, lr: float, observe: Callable[[list[torch.Tensor]], None] | None, is_last: bool
     ) -> train_step.UpdateStatistics:
         """Apply one optimizer update; see `train_step.update`."""
         has_signal = update.has_signal or self.config.algorithm.zero_advantages == "update"
         micro_batches = update.micro_batches(self.objective.needs)
-        statistics = train_step.update(self.policy, self.objective, micro_batches, lr, has_signal, look, is_last)
+        statistics = train_step.update(self.policy, self.objective, micro_batches, lr, has_signal, observe, is_last)
         self._num_non_finite += statistics.outcome == train_step.NON_FINITE
         return statistics
 
-    def canary_of(self, finished: int, rollout: RolloutResult) -> Canary | None:
+    def canary_of(self, finished: int, rollout: RolloutResult) -> ReferenceLogprobs | None:
         """Return what servers of the weights after a run's last step are held against; collective. None before."""
         is_last = finished == self.config.training.num_steps
-        return record_canary(self.config, self.policy, rollout.groups) if is_last else None
+        return record_reference_logprobs(self.config, self.policy, rollout.groups) if is_last else None
 
     def checkpoint_is_due(self, finished: int) -> bool:
         """Return whether the state after `finished` steps is to be kept; collective."""
-        self.ends_early = share_plain(early_end.is_asked()) and finished < self.config.training.num_steps
+        self.ends_early = share_plain(graceful_shutdown.is_asked()) and finished < self.config.training.num_steps
         is_last = finished == self.config.training.num_steps
         return self.ends_early or is_last or finished % self.config.trainer.save_interval == 0
 

@@ -7,7 +7,7 @@ import os
 from functools import partial
 from pathlib import Path
 
-from posttrain.checkpoint.canary import Canary
+from posttrain.checkpoint.reference_logprobs import ReferenceLogprobs
 from posttrain.megatron_backend import checkpoint
 from posttrain.megatron_backend.model import Policy
 from posttrain.training.checkpoint_writer import CheckpointWriter, in_thread
@@ -87,7 +87,7 @@ class SavedState:
         """Delete what dead attempts left; rank 0 does, when it has become the run's only writer."""
         self._checkpoints.remove_leftovers()
 
-    def begin_save(self, finished: int, canary: Canary | None = None) -> None:
+    def begin_save(self, finished: int, canary: ReferenceLogprobs | None = None) -> None:
         """Begin to write the state after `finished` steps, while the next rollout leaves it alone."""
         self._writer.begin(finished, canary)
 

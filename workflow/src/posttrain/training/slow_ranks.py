@@ -39,7 +39,7 @@ class SlowRanks:
     def __init__(self) -> None:
         self._steps: deque[Sequence[float]] = deque(maxlen=STEPS)
 
-    def look(self, seconds: Sequence[float]) -> dict[int, float]:
+    def observe(self, seconds: Sequence[float]) -> dict[int, float]:
         """Return the ranks whose median of the last steps is slow, with how many times that of the others they took.
 
         Args:

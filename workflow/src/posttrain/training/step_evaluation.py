@@ -15,7 +15,7 @@ from typing import Any
 from posttrain.artifacts import write_json
 from posttrain.data.chat import ChatTokenizer
 from posttrain.engines.client import EngineClient
-from posttrain.evaluation.heldout import Exam, grade_responses, requests_of, sample_responses, summarize
+from posttrain.evaluation.heldout import EvalTask, grade_responses, requests_of, sample_responses, summarize
 from posttrain.observability.rank_progress import EVALUATION, keep_reporting
 from posttrain.reward.graders import GraderPool
 from posttrain.rollout.coordinator import check_versions
@@ -32,7 +32,7 @@ class StepEvaluation:
     """What rank 0 measures between steps.
 
     Args:
-        exams: What is asked.
+        eval_tasks: What is asked.
         tokenizer: Renders prompts and decodes responses.
         client: Speaks to the engines.
         graders: Grade responses.
@@ -42,14 +42,14 @@ class StepEvaluation:
 
     def __init__(
         self,
-        exams: Sequence[Exam],
+        eval_tasks: Sequence[EvalTask],
         tokenizer: ChatTokenizer,
         client: EngineClient,
         graders: GraderPool,
         folder: Path,
         runner: asyncio.Runner,
     ):
-        self._exams, self._tokenizer, self._client, self._graders = exams, tokenizer, client, graders
+        self._exams, self._tokenizer, self._client, self._graders = eval_tasks, tokenizer, client, graders
         self._folder, self._runner = folder, runner
 
     def forget_from(self, finished: int) -> None:
@@ -80,10 +80,14 @@ class StepEvaluation:
         alive = asyncio.create_task(keep_reporting(finished, EVALUATION))
         results = {}
         try:
-            for exam in self._exams:
-                answers = await sample_responses(exam.config, self._client, requests_of(exam, self._tokenizer))
+            for eval_task in self._exams:
+                answers = await sample_responses(
+                    eval_task.config, self._client, requests_of(eval_task, self._tokenizer)
+                )
                 check_versions(finished, answers)
-                results[exam.name] = summarize(await grade_responses(exam, self._tokenizer, self._graders, answers))
+                results[eval_task.name] = summarize(
+                    await grade_responses(eval_task, self._tokenizer, self._graders, answers)
+                )
         finally:
             alive.cancel()
         return results

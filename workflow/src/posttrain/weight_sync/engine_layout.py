@@ -15,14 +15,14 @@ from posttrain.megatron_backend.plain_data import share_plain
 from posttrain.megatron_backend.served_values import ServedValues
 from posttrain_weights.box import Box
 from posttrain_weights.engine_handlers import unpacked
-from posttrain_weights.transfer_plan import HeldPart
+from posttrain_weights.transfer_plan import EngineSlice
 
 CODES = "float8_e4m3fn"
 MOST_NAMES = 5
 
 
 @dataclass(frozen=True)
-class Held:
+class EngineLayout:
     """What engines hold.
 
     Args:
@@ -31,7 +31,7 @@ class Held:
         without: For each engine, names that it lacks, or has no copy of; empty where there are none.
     """
 
-    parts: list[HeldPart]
+    parts: list[EngineSlice]
     of_ranks: list[list[list[int]]]
     without: list[str]
 
@@ -46,7 +46,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Holdings:
+class EngineShards:
     """Asks the engines what they hold.
 
     Args:
@@ -60,21 +60,21 @@ class Holdings:
     runner: asyncio.Runner
 
     @cached_property
-    def held(self) -> Held:
+    def held(self) -> EngineLayout:
         """What they hold, on every rank alike; collective when it is asked first."""
-        numbers: dict[HeldPart, int] = {}
+        numbers: dict[EngineSlice, int] = {}
         of_ranks, without = [], []
         for told in self._asked() if self.client else []:
-            held = [[HeldPart(name, Box(*box), dtype) for name, *box, dtype in rank["parts"]] for rank in told]
+            held = [[EngineSlice(name, Box(*box), dtype) for name, *box, dtype in rank["parts"]] for rank in told]
             of_ranks.append([[numbers.setdefault(part, len(numbers)) for part in rank] for rank in held])
             names = {part.name: part.dtype for rank in held for part in rank}
             derived = {name for rank in told for name in rank["derived"]}
             without.append(listed(sorted(self._expected_names(names) ^ names.keys() | derived)))
         found = [[part.name, [*part.box], part.dtype] for part in numbers]
         parts, of_ranks, without = share_plain([found, of_ranks, without])
-        return Held([HeldPart(name, Box(*box), dtype) for name, box, dtype in parts], of_ranks, without)
+        return EngineLayout([EngineSlice(name, Box(*box), dtype) for name, box, dtype in parts], of_ranks, without)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Ask again when it is needed next: an engine is another process now, which has not looked at itself yet."""
         self.__dict__.pop("held", None)
 

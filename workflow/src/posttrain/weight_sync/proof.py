@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from posttrain.megatron_backend.plain_data import share_plain
 from posttrain.megatron_backend.served_values import Magnitudes, ServedValues
-from posttrain.weight_sync.engine_layout import CODES, Held, Holdings, listed
+from posttrain.weight_sync.engine_layout import CODES, EngineLayout, EngineShards, listed
 from posttrain_weights.digest import Digester, as_text, key_of, together
 from posttrain_weights.engine_handlers import unpacked
-from posttrain_weights.transfer_plan import HeldPart
+from posttrain_weights.transfer_plan import EngineSlice
 
 # Number of the part that engines hold, values of it or of some of it, and where in their tensor these begin.
 Digested = tuple[int, torch.Tensor, tuple[int, int]]
@@ -41,19 +41,19 @@ class WeightProof:
     """Compares the trainer's digests with the engines'.
 
     Args:
-        holdings: What engines hold.
+        engine_shards: What engines hold.
         secret: Of the run, on rank 0; keys come from it.
     """
 
-    def __init__(self, holdings: Holdings, secret: str):
-        self._holdings, self._secret = holdings, secret
+    def __init__(self, engine_shards: EngineShards, secret: str):
+        self._engine_shards, self._secret = engine_shards, secret
         self._expected: _Expected | None = None
 
     def begin(self, version: int) -> Digests:
         """Return what adds up the digests of the weights that become a version; collective."""
-        held, is_first = self._holdings.held, self._holdings.client is not None
+        held, is_first = self._engine_shards.held, self._engine_shards.client is not None
         key = share_plain(key_of(self._secret, str(version)).hex() if is_first else "")
-        return Digests(bytes.fromhex(key), held.parts, self._holdings.values.shards[0].values.device)
+        return Digests(bytes.fromhex(key), held.parts, self._engine_shards.values.shards[0].values.device)
 
     def check(self, version: int, sent: Digests | None = None) -> None:
         """Have every rank of every engine prove that it holds the present weights under a version; collective.
@@ -67,7 +67,7 @@ class WeightProof:
         """
         if sent is None:
             sent = self.begin(version)
-            sent.add_all(self._holdings.values)
+            sent.add_all(self._engine_shards.values)
         self._expected = _Expected(version, sent.key.hex(), sent.total())
         self._require(self._expected, is_served=False)
 
@@ -81,7 +81,7 @@ class WeightProof:
             self._require(self._expected, is_served=True)
 
     def _require(self, expected: _Expected, is_served: bool) -> None:
-        wrong = share_plain([*self._wrong(self._holdings.held, expected, is_served)])
+        wrong = share_plain([*self._wrong(self._engine_shards.held, expected, is_served)])
         if any(wrong):
             told = "; ".join(f"engine {number}: {names}" for number, names in enumerate(wrong) if names)
             raise RuntimeError(
@@ -90,9 +90,9 @@ class WeightProof:
                 "is started again"
             )
 
-    def _wrong(self, held: Held, expected: _Expected, is_served: bool) -> Iterator[str]:
+    def _wrong(self, held: EngineLayout, expected: _Expected, is_served: bool) -> Iterator[str]:
         """Yield for each engine the names of tensors that differ, or that it is another process by now; on rank 0."""
-        client, runner = self._holdings.client, self._holdings.runner
+        client, runner = self._engine_shards.client, self._engine_shards.runner
         if client is None:
             return
         answers = runner.run(client.ask_ranks("digest", key=expected.key))
@@ -128,7 +128,7 @@ class Digests:
         device: Where this rank's shards are.
     """
 
-    def __init__(self, key: bytes, parts: Sequence[HeldPart], device: torch.device):
+    def __init__(self, key: bytes, parts: Sequence[EngineSlice], device: torch.device):
         self.key, self._parts, self._device = key, parts, device
         rows = max((part.box.row + part.box.rows for part in parts), default=1)
         widest = max((4 * (part.box.column + part.box.columns) for part in parts), default=4)
@@ -168,7 +168,7 @@ class Digests:
 
 
 def _made(
-    values: ServedValues, wanted: Mapping[str, Sequence[tuple[int, HeldPart]]], magnitudes: Magnitudes
+    values: ServedValues, wanted: Mapping[str, Sequence[tuple[int, EngineSlice]]], magnitudes: Magnitudes
 ) -> Iterator[Digested]:
     """Yield what this rank has of the parts that engines hold: the part's number, values, and where they begin."""
     for shard in (shard for shard in values.shards if shard.is_main and shard.hf_name in wanted):

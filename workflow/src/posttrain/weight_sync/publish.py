@@ -23,7 +23,7 @@ from posttrain.config.schema import Config
 from posttrain.engines.buckets import make_buckets
 from posttrain.engines.responses import NO_WEIGHTS
 from posttrain.errors import CheckpointError
-from posttrain.weight_sync.engine_layout import Holdings, listed
+from posttrain.weight_sync.engine_layout import EngineShards, listed
 from posttrain.weight_sync.proof import Digests, WeightProof
 from posttrain.weight_sync.sharded import ShardedTransfer
 
@@ -36,7 +36,7 @@ class WeightPublisher:
 
     Args:
         config: The resolved configuration.
-        holdings: The engines, and what they have of the trainer's weights.
+        engine_shards: The engines, and what they have of the trainer's weights.
         disk_folder: Where the "disk" transport puts the weights.
         model_folder: The checkpoint that engines started from; its config and tokenizer go along with weights on disk.
         proof: What engines show after each update; None where they cannot.
@@ -45,15 +45,15 @@ class WeightPublisher:
     def __init__(
         self,
         config: Config,
-        holdings: Holdings,
+        engine_shards: EngineShards,
         disk_folder: Path,
         model_folder: Path,
         proof: WeightProof | None = None,
     ):
-        self._config, self._holdings = config, holdings
-        self._values, self._client = holdings.values, holdings.client
-        self._runner, self._disk_folder, self._model_folder = holdings.runner, disk_folder, model_folder
-        self._sharded = ShardedTransfer(config, holdings) if weight_transport(config) == "sharded" else None
+        self._config, self._engine_shards = config, engine_shards
+        self._values, self._client = engine_shards.values, engine_shards.client
+        self._runner, self._disk_folder, self._model_folder = engine_shards.runner, disk_folder, model_folder
+        self._sharded = ShardedTransfer(config, engine_shards) if weight_transport(config) == "sharded" else None
         self._proof = proof
         self._bucket_bytes = config.engine.weight_bucket_mib * MIB
 
@@ -69,13 +69,13 @@ class WeightPublisher:
         if self._proof:
             self._proof.check(version, sent)
         if self._sharded:
-            self._sharded.settle()
+            self._sharded.commit_base()
 
-    def meet_again(self) -> None:
+    def reconnect(self) -> None:
         """Reconnect at the next update, because an engine was replaced by another process."""
-        self._holdings.forget()
+        self._engine_shards.reset()
         if self._sharded:
-            self._sharded.forget()
+            self._sharded.reset()
 
     @property
     def is_due_at_start(self) -> bool:
@@ -85,7 +85,7 @@ class WeightPublisher:
         """
         return self._sharded is not None
 
-    def prove_again(self) -> None:
+    def reverify(self) -> None:
         """Verify again that engines hold the last published weights; collective.
 
         Raises:

@@ -1,8 +1,8 @@
 """Sends weight slices from the trainer ranks that hold them to the engine ranks that need them, without a gather.
 
-What each sends is decided once (`letters`). At an update each rank quantises the shards that it sends, packs the parts
-into flat messages and passes them on (`posttrain_weights.sender`); engines write them where their own loading would.
-What engines have to prove afterwards is added up on the way, from the same parts before they are packed.
+`posttrain_weights.transfer_plan` decides once what each rank sends. At an update a rank quantises these shards,
+packs the parts into flat messages and passes them on (`posttrain_weights.sender`); engines write them where their own
+loading would. The digests that engines are checked against are computed on the way, from the same parts.
 With `engine.weight_deltas` a rank keeps what it has sent, and sends what has changed (`posttrain_weights.delta`).
 """
 
@@ -31,18 +31,22 @@ from posttrain.errors import CheckpointError
 from posttrain.megatron_backend.plain_data import gather_plain, share_plain
 from posttrain.megatron_backend.served_values import Magnitudes, ServedPart, ServedValues
 from posttrain.rendezvous import FILE_VARIABLE
-from posttrain.weight_sync.engine_layout import CODES, Holdings
+from posttrain.weight_sync.engine_layout import CODES, EngineShards
 from posttrain.weight_sync.proof import Digested, Digests
 from posttrain_weights.box import Box
 from posttrain_weights.channel import CPU, Channel
-from posttrain_weights.delta import ALL_OF_IT, Told, changes
+from posttrain_weights.delta import WHOLE_PART, DeltaHeader, changes
 from posttrain_weights.sender import Pair, Sender, Sending
-from posttrain_weights.transfer_plan import Letter, plan_letters, spread
-from posttrain_weights.transport import Way, Ways, meet
+from posttrain_weights.transfer_plan import SliceTransfer, plan_transfer, spread
+from posttrain_weights.transport import Transport, Transports, rendezvous
 
 log = logging.getLogger(__name__)
 GIB = 1 << 30
-WAYS = {Way.SHARED: "over shared memory", Way.GROUP: "over NCCL", Way.HOST: "over gloo, through hosts' memory"}
+WAYS = {
+    Transport.SHARED: "over shared memory",
+    Transport.GROUP: "over NCCL",
+    Transport.HOST: "over gloo, through hosts' memory",
+}
 
 T = TypeVar("T")
 
@@ -52,17 +56,17 @@ class ShardedTransfer:
 
     Args:
         config: The resolved configuration.
-        holdings: What engines keep.
-        round_bytes: What a rank sends in a round, see `plan_letters`; by default `update_bytes_at_once`.
+        engine_shards: What engines keep.
+        round_bytes: What a rank sends in a round, see `plan_transfer`; by default `update_bytes_at_once`.
     """
 
-    def __init__(self, config: Config, holdings: Holdings, round_bytes: int = 0):
-        self._config, self._holdings, self._values = config, holdings, holdings.values
+    def __init__(self, config: Config, engine_shards: EngineShards, round_bytes: int = 0):
+        self._config, self._engine_shards, self._values = config, engine_shards, engine_shards.values
         self._round_bytes = round_bytes or update_bytes_at_once(config)
         self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
         self._channel: Channel | None = None
         self._sender: Sender | None = None
-        self._rounds: list[list[Letter]] = []
+        self._rounds: list[list[SliceTransfer]] = []
         self._sent = Sent() if config.engine.weight_deltas else None
         self._is_held = False
 
@@ -71,13 +75,13 @@ class ShardedTransfer:
         """Bytes that this rank has sent so far."""
         return self._channel.num_sent if self._channel else 0
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Leave the engines' group; the next update forms a new one and sends all weights."""
         if self._sender:
             self._sender.close()
         self._channel, self._sender, self._is_held = None, None, False
 
-    def settle(self) -> None:
+    def commit_base(self) -> None:
         """Mark the last transfer as the delta base: the next update may send only what changed since."""
         self._is_held = True
 
@@ -101,9 +105,9 @@ class ShardedTransfer:
             CheckpointError: A weight is NaN or infinite.
             RuntimeError: An engine did not take them; none generates with what it has now.
         """
-        client = self._holdings.client
+        client = self._engine_shards.client
         if client:
-            self._holdings.runner.run(client.begin_update(version))
+            self._engine_shards.runner.run(client.begin_update(version))
         if self._channel is None:
             self._connect()
         magnitudes, digests = self._values.agreed_magnitudes(), begin_digests() if begin_digests else None
@@ -112,16 +116,16 @@ class ShardedTransfer:
             raise CheckpointError("weights hold NaN or infinity; they must be finite to be served")
         if client:
             for bucket in besides:
-                self._holdings.runner.run(client.send_bucket(bucket))
-            self._holdings.runner.run(client.end_received(version))
+                self._engine_shards.runner.run(client.send_bucket(bucket))
+            self._engine_shards.runner.run(client.end_received(version))
         return digests
 
     def _connect(self) -> None:
         """Plan the transfer, connect to the engines, and tell each engine rank what it receives."""
-        held, client = self._holdings.held, self._holdings.client
+        held, client = self._engine_shards.held, self._engine_shards.client
         receivers = [[held.parts[part] for part in ranks] for ranks in itertools.chain(*held.of_ranks)]
         num_senders, rank = dist.get_world_size(), dist.get_rank()
-        letters = plan_letters(receivers, self._values.holders, self._round_bytes)
+        transfers = plan_transfer(receivers, self._values.holders, self._round_bytes)
         sizes = [len(ranks) for ranks in held.of_ranks]
         firsts = [num_senders + sum(sizes[:number]) for number in range(len(sizes))]
         size, seconds = num_senders + len(receivers), self._config.engine.request_timeout_seconds
@@ -133,15 +137,17 @@ class ShardedTransfer:
             client.ask_ranks("join", may_repeat=False, each=each, changes=self._sent is not None, **order)
             if client
             else None,
-            lambda: self._join(_store(listener, place, size, seconds), letters, num_senders, size, seconds),
+            lambda: self._join(_store(listener, place, size, seconds), transfers, num_senders, size, seconds),
         )
 
-    def _join(self, store: dist.Store, letters: Sequence[Letter], first: int, size: int, seconds: float) -> None:
+    def _join(
+        self, store: dist.Store, transfers: Sequence[SliceTransfer], first: int, size: int, seconds: float
+    ) -> None:
         relays = 0 if self._sent else first
         self._channel = channel = Channel(store, dist.get_rank(), size, seconds, relays, self._device)
         if channel.rank == 0:
-            _log_ways(letters, channel.ways, first)
-        self._sender, self._rounds = sender_of(letters, channel, first)
+            _log_ways(transfers, channel.ways, first)
+        self._sender, self._rounds = sender_of(transfers, channel, first)
 
     @torch.no_grad()
     def _send_rounds(self, magnitudes: Magnitudes, digests: Digests | None) -> bool:
@@ -149,18 +155,18 @@ class ShardedTransfer:
         assert self._sender
         first, made = dist.get_world_size(), _Made(self._values, magnitudes, self._sent, self._is_held)
         self._is_held = False  # until the next verified update
-        firsts, begun = self._holdings.held.firsts, list[Sending]()
-        for number, letters in enumerate(self._rounds):
+        firsts, begun = self._engine_shards.held.firsts, list[Sending]()
+        for number, transfers in enumerate(self._rounds):
             pieces: dict[int, list[torch.Tensor]] = defaultdict(list)
-            told: dict[int, list[Told]] = defaultdict(list)
+            told: dict[int, list[DeltaHeader]] = defaultdict(list)
             digested: list[Digested] = []
-            for letter in letters:
-                part = made.part(letter)
-                if (where := (letter.receiver, letter.piece.part)) in firsts:
-                    digested.append((firsts[where], part, (letter.box.row, letter.box.column)))
-                of_it, parts = made.changes(letter, part) if self._sent else (ALL_OF_IT, [part])
-                told[first + letter.receiver].append(of_it)
-                pieces[first + letter.receiver] += parts
+            for transfer in transfers:
+                part = made.part(transfer)
+                if (where := (transfer.receiver, transfer.piece.part)) in firsts:
+                    digested.append((firsts[where], part, (transfer.box.row, transfer.box.column)))
+                of_it, parts = made.changes(transfer, part) if self._sent else (WHOLE_PART, [part])
+                told[first + transfer.receiver].append(of_it)
+                pieces[first + transfer.receiver] += parts
             if digests:
                 digests.add(digested)
             messages = self._sender.pack(number, pieces)
@@ -199,7 +205,7 @@ class ShardedTransfer:
             _, done = await asyncio.gather(asked, asyncio.to_thread(work))
             return done
 
-        return self._holdings.runner.run(both())
+        return self._engine_shards.runner.run(both())
 
     def _send_beside(
         self, asked: Coroutine[Any, Any, Any] | None, magnitudes: Magnitudes, digests: Digests | None
@@ -229,7 +235,7 @@ class ShardedTransfer:
                 raise min(failures, key=lambda error: has_left(str(error)))
             return sending.result()
 
-        return self._holdings.runner.run(both())
+        return self._engine_shards.runner.run(both())
 
 
 class Sent:
@@ -274,99 +280,103 @@ class _Made:
         self._parts: dict[tuple[str, Box, bool], ServedPart] = {}
         self._finite: list[torch.Tensor] = []
 
-    def part(self, letter: Letter) -> torch.Tensor:
-        """Return what a letter carries, [rows, columns] in the receiver's type."""
-        return self._made(letter).cut(letter.box).values.to(getattr(torch, letter.dtype))
+    def part(self, transfer: SliceTransfer) -> torch.Tensor:
+        """Return what a transfer carries, [rows, columns] in the receiver's type."""
+        return self._made(transfer).cut(transfer.box).values.to(getattr(torch, transfer.dtype))
 
-    def changes(self, letter: Letter, new: torch.Tensor) -> tuple[Told, list[torch.Tensor]]:
-        """Return what a letter tells, and carries: what has changed of its part since the last update, or the part."""
-        made, key = self._made(letter), (letter.name, letter.made, letter.dtype)
+    def changes(self, transfer: SliceTransfer, new: torch.Tensor) -> tuple[DeltaHeader, list[torch.Tensor]]:
+        """Return a transfer's header and content: what has changed of its part since the last update, or all of it."""
+        made, key = self._made(transfer), (transfer.name, transfer.made, transfer.dtype)
         if key not in self._swapped and self._sent is not None:
             self._swapped.add(key)
-            self._before[key] = self._sent.swap(key, made.values.to(getattr(torch, letter.dtype)))
+            self._before[key] = self._sent.swap(key, made.values.to(getattr(torch, transfer.dtype)))
         before = self._before.get(key)
         if not self._is_held or before is None:
-            return ALL_OF_IT, [new]
-        found = changes(new, made._replace(values=before).cut(letter.box).values)
+            return WHOLE_PART, [new]
+        found = changes(new, made._replace(values=before).cut(transfer.box).values)
         if found is None:
-            return ALL_OF_IT, [new]
+            return WHOLE_PART, [new]
         gaps, values = found
-        return Told(values.shape[1], gaps.shape[1]), [gaps, values] if values.shape[1] else []
+        return DeltaHeader(values.shape[1], gaps.shape[1]), [gaps, values] if values.shape[1] else []
 
-    def _made(self, letter: Letter) -> ServedPart:
-        shard = self._shards[letter.name, letter.made]
-        as_codes = letter.dtype == CODES or letter.name != shard.hf_name
+    def _made(self, transfer: SliceTransfer) -> ServedPart:
+        shard = self._shards[transfer.name, transfer.made]
+        as_codes = transfer.dtype == CODES or transfer.name != shard.hf_name
         if self._of != shard.hf_name:
             self._of, self._parts, self._before = shard.hf_name, {}, {}
-        if (letter.name, letter.made, as_codes) not in self._parts:
+        if (transfer.name, transfer.made, as_codes) not in self._parts:
             for part in self._values.parts(shard, self._magnitudes, as_codes):
                 self._parts[part.name, part.box, as_codes] = part
                 if part.values.dtype != torch.float8_e4m3fn:
                     self._finite.append(are_finite(part.values))
-        return self._parts[letter.name, letter.made, as_codes]
+        return self._parts[transfer.name, transfer.made, as_codes]
 
     def are_finite(self) -> bool:
         """Return whether all numbers are, and all scales: those of weights that are not are neither."""
         return not self._finite or bool(torch.stack(self._finite).all())
 
 
-def _log_ways(letters: Sequence[Letter], ways: Ways, first: int) -> None:
-    sizes: Counter[Way] = Counter()
-    for letter in letters:
-        sizes[ways.way(letter.sender, first + letter.receiver)] += letter.num_bytes
+def _log_ways(transfers: Sequence[SliceTransfer], ways: Transports, first: int) -> None:
+    sizes: Counter[Transport] = Counter()
+    for transfer in transfers:
+        sizes[ways.way(transfer.sender, first + transfer.receiver)] += transfer.num_bytes
     log.info(
         "weights go from %d ranks to %d, %.2f GiB in all (%s), the busiest sends %.2f of the mean",
         first,
         ways.num_members - first,
         sizes.total() / GIB,
         ", ".join(f"{WAYS[way]}: {size / GIB:.2f}" for way, size in sizes.items()),
-        spread(letters, first),
+        spread(transfers, first),
     )
 
 
-def sender_of(letters: Sequence[Letter], channel: Channel, first: int) -> tuple[Sender, list[list[Letter]]]:
-    """Return what sends a rank's letters, and these by round, when each receiver has heard which ones it gets.
+def sender_of(
+    transfers: Sequence[SliceTransfer], channel: Channel, first: int
+) -> tuple[Sender, list[list[SliceTransfer]]]:
+    """Return what sends a rank's transfers, and these by round, when each receiver has heard which ones it gets.
 
     Args:
-        letters: Of all ranks.
+        transfers: Of all ranks.
         channel: Of this one.
         first: The first receiver's number in it.
     """
     rank, ways = channel.rank, channel.ways
-    mine = [letter for letter in letters if letter.sender == rank]
-    passed_on = _passed_on(letters, ways, rank, first)
-    last = max([*passed_on, *(letter.piece.round for letter in mine)], default=-1)
-    rounds: list[list[Letter]] = [[] for _ in range(last + 1)]
+    mine = [transfer for transfer in transfers if transfer.sender == rank]
+    passed_on = _passed_on(transfers, ways, rank, first)
+    last = max([*passed_on, *(transfer.piece.round for transfer in mine)], default=-1)
+    rounds: list[list[SliceTransfer]] = [[] for _ in range(last + 1)]
     told: dict[int, list[list[int]]] = defaultdict(list)
-    for letter in mine:
-        rounds[letter.piece.round].append(letter)
-        told[first + letter.receiver].append([letter.piece.round, letter.piece.part, *letter.piece.box])
+    for transfer in mine:
+        rounds[transfer.piece.round].append(transfer)
+        told[first + transfer.receiver].append([transfer.piece.round, transfer.piece.part, *transfer.piece.box])
     for receiver in range(first, ways.num_members):
         channel.send_table(torch.tensor(told[receiver], dtype=torch.int64).reshape(-1, 6), receiver)
     return Sender(channel, passed_on, *_shared(mine, ways, passed_on, first)), rounds
 
 
-def _passed_on(letters: Sequence[Letter], ways: Ways, rank: int, first: int) -> dict[int, dict[Pair, int]]:
+def _passed_on(
+    transfers: Sequence[SliceTransfer], ways: Transports, rank: int, first: int
+) -> dict[int, dict[Pair, int]]:
     """Return round -> (source, destination) -> bytes that reach a rank for others that share its memory."""
     own = {to for to in range(first, ways.num_members) if ways.deputy(to) == rank}
     passed_on: dict[int, dict[Pair, int]] = defaultdict(lambda: defaultdict(int))
-    for letter in letters:
-        pair = letter.sender, first + letter.receiver
-        if pair[1] in own and ways.way(*pair) is Way.GROUP:
-            passed_on[letter.piece.round][pair] += letter.num_bytes
+    for transfer in transfers:
+        pair = transfer.sender, first + transfer.receiver
+        if pair[1] in own and ways.way(*pair) is Transport.GROUP:
+            passed_on[transfer.piece.round][pair] += transfer.num_bytes
     return passed_on
 
 
 def _shared(
-    mine: Sequence[Letter], ways: Ways, passed_on: Mapping[int, Mapping[Pair, int]], first: int
+    mine: Sequence[SliceTransfer], ways: Transports, passed_on: Mapping[int, Mapping[Pair, int]], first: int
 ) -> tuple[int, list[int]]:
     """Return the bytes of shared memory that a rank's fullest round takes, and who reads it."""
     rounds = Counter({number: sum(sizes.values()) for number, sizes in passed_on.items()})
     readers = {to for sizes in passed_on.values() for _, to in sizes}
-    for letter in mine:
-        if ways.way(letter.sender, first + letter.receiver) is Way.SHARED:
-            rounds[letter.piece.round] += letter.num_bytes
-            readers.add(first + letter.receiver)
+    for transfer in mine:
+        if ways.way(transfer.sender, first + transfer.receiver) is Transport.SHARED:
+            rounds[transfer.piece.round] += transfer.num_bytes
+            readers.add(first + transfer.receiver)
     return max(rounds.values(), default=0), sorted(readers)
 
 
@@ -380,6 +390,6 @@ def _meeting_place() -> tuple[socket.socket | None, Any]:
 
 def _store(listener: socket.socket | None, place: Any, size: int, seconds: float) -> dist.Store:
     if listener is None:
-        return meet(place, size, seconds)
+        return rendezvous(place, size, seconds)
     host, port = place
     return dist.TCPStore(host, port, size, True, timedelta(seconds=seconds), master_listen_fd=listener.detach())

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from stand_in_gpus import MissingKernelError, OnMeta, provide_gpu
 
-from posttrain_weights.load_tracer import Record
+from posttrain_weights.load_tracer import LoadWeightsTracer
 
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.")
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -151,7 +151,7 @@ def receive(model: Any, buckets: list[list[list[Any]]], has_fp8_cache: bool) -> 
         has_fp8_cache: Scales of the cache are read.
     """
     parameters = dict(model.named_parameters())
-    record, last, failed = Record(parameters), "", None
+    record, last, failed = LoadWeightsTracer(parameters), "", None
     names = [name for bucket in buckets for name, _, _ in bucket]
 
     def stream(bucket: list[list[Any]]) -> Iterator[tuple[str, torch.Tensor]]:

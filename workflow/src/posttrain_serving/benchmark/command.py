@@ -11,10 +11,10 @@ from pathlib import Path
 
 from posttrain.artifacts import hash_file, write_text
 from posttrain.config.command_line import CONFIG_DIR
-from posttrain.engines.asked import hold_all
 from posttrain.engines.calls import EngineError
 from posttrain.engines.secret import SECRET_VARIABLE
 from posttrain.engines.streaming import CHAT, COMPLETIONS, Endpoint, open_session, served_models
+from posttrain.engines.verified_engines import verify_all
 from posttrain.errors import ConfigError, Problem, raise_if_any
 from posttrain_serving.benchmark.serving import Load, PromptOf
 from posttrain_serving.benchmark.serving_page import render_serving
@@ -53,7 +53,7 @@ def main(
     served = _served(checkpoint, model)
     raise_if_any(asyncio.run(_find_problems(endpoint, output_tokens + (0 if dataset else input_tokens))))
     if served:
-        asyncio.run(hold_all([endpoint.url], endpoint.secret, served, chat))
+        asyncio.run(verify_all([endpoint.url], endpoint.secret, served, chat))
     else:
         log.warning("what %s serves is not compared with what was trained: --checkpoint says what that is", url)
     prompts = _prompts(endpoint, dataset, input_tokens, vocabulary, seed)

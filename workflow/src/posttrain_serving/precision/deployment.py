@@ -17,7 +17,7 @@ from posttrain.observability.intervals import paired_change
 from posttrain.readable import HOUR
 from posttrain_serving.precision.divergence import Divergence
 
-# By exam, the prompt's id of each response, and whether it passes.
+# By task, the prompt's id of each response, and whether it passes.
 Graded = Mapping[str, Sequence[tuple[int, bool]]]
 
 
@@ -71,10 +71,10 @@ class Measured:
 def lost_points(original: Graded, other: Graded) -> tuple[float, float]:
     """Return the points of the pass rate that another has less, and the upper end of the 95 % interval.
 
-    Each prompt counts the same, whatever exam it is of.
+    Each prompt counts the same, whatever task it belongs to.
 
     Args:
-        original: By exam, the samples of each prompt.
+        original: By task, the samples of each prompt.
         other: The same.
     """
     before, after = _rates(original), _rates(other)

@@ -90,7 +90,7 @@ class Likeliest:
     logprobs: torch.Tensor
 
 
-class Spoken:
+class CheckpointLogprobs:
     """What a checkpoint makes of sequences, before its output matrix.
 
     Args:
@@ -167,7 +167,7 @@ class Spoken:
 
 
 @torch.inference_mode()
-def divergence(original: Spoken, other: Spoken) -> Divergence:
+def divergence(original: CheckpointLogprobs, other: CheckpointLogprobs) -> Divergence:
     """Compare two checkpoints token by token; both have read the same sequences."""
     found, same = [], 0
     for start in range(0, len(original.hidden), ROWS_AT_A_TIME):

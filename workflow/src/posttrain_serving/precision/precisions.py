@@ -20,10 +20,10 @@ from safetensors.torch import load_file, save
 
 from posttrain.artifacts import read_json, write_atomic, write_json
 from posttrain.config.schema import Config
-from posttrain.engines.given import AskedEngines
+from posttrain.engines.engine_endpoints import EngineEndpoints
 from posttrain.engines.teacher_forcing import ForcedTokens
 from posttrain.errors import CheckpointError
-from posttrain.evaluation.heldout import Exam, Sampled, answer_exams
+from posttrain.evaluation.heldout import EvalTask, Sampled, answer_eval_tasks
 from posttrain.planner.sizing.memory import GIB
 from posttrain_serving.precision.divergence import Likeliest, Sample
 
@@ -34,7 +34,7 @@ FORCED_AT_A_TIME = 4
 
 
 @dataclass(frozen=True)
-class Said:
+class EngineLogprobs:
     """What engines of one precision said.
 
     Args:
@@ -43,7 +43,7 @@ class Said:
         nodes: That they took.
         engine_gib: See `engine_gib`.
         tokens_per_second: While the held-out prompts were answered.
-        passed: By exam, (id of the prompt, passes) of each response.
+        passed: By task, (id of the prompt, passes) of each response.
         samples: The original's responses that all precisions are compared over.
         likeliest: In every place of these.
     """
@@ -62,17 +62,17 @@ def ask(
     config: Config,
     precision: str,
     checkpoint: Path,
-    exams: Sequence[Exam],
+    eval_tasks: Sequence[EvalTask],
     log_folder: Path,
     given: Sequence[Sample] = (),
-) -> Said:
+) -> EngineLogprobs:
     """Serve a checkpoint, ask its engines, and return what they said.
 
     Args:
         config: Of the engines (`serving_config`).
-        precision: See `Said`.
+        precision: See `EngineLogprobs`.
         checkpoint: In Hub layout.
-        exams: What is asked, the held-out prompts first.
+        eval_tasks: What is asked, the held-out prompts first.
         log_folder: For the engines' logs.
         given: What the original answered; none: these engines are the original's.
 
@@ -81,18 +81,18 @@ def ask(
     """
     told: list[tuple[Sequence[Sample], Likeliest]] = []
 
-    async def force(engines: AskedEngines, sampled: Sequence[Sampled]) -> None:
+    async def force(engines: EngineEndpoints, sampled: Sequence[Sampled]) -> None:
         samples = given or samples_of(config, sampled[0])
         told.append((samples, await likeliest_in(engines, samples, config.engine.request_timeout_seconds)))
 
-    answered = answer_exams(config, checkpoint, exams, log_folder, then=force)
+    answered = answer_eval_tasks(config, checkpoint, eval_tasks, log_folder, then=force)
     ((samples, likeliest),) = told
-    return Said(
+    return EngineLogprobs(
         precision,
         config.engine.kind,
         config.nodes,
         engine_gib(config, checkpoint),
-        answered[exams[0].name].tokens_per_second,
+        answered[eval_tasks[0].name].tokens_per_second,
         {name: [(one.prompt.prompt_id, one.passes) for one in each.graded] for name, each in answered.items()},
         samples,
         likeliest,
@@ -110,7 +110,7 @@ def samples_of(config: Config, sampled: Sampled) -> list[Sample]:
     ]
 
 
-async def likeliest_in(engines: AskedEngines, samples: Sequence[Sample], timeout_seconds: float) -> Likeliest:
+async def likeliest_in(engines: EngineEndpoints, samples: Sequence[Sample], timeout_seconds: float) -> Likeliest:
     """Return the likeliest tokens in every place of the responses, N places of all samples together.
 
     Raises:
@@ -150,7 +150,7 @@ def tokens_of(path: Path) -> Path:
     return path.with_suffix(".safetensors")
 
 
-def write_said(said: Said, path: Path, checkpoint: str) -> None:
+def write_said(said: EngineLogprobs, path: Path, checkpoint: str) -> None:
     """Write what was said, numbers as JSON and the likeliest tokens beside it; `checkpoint` is its receipt's digest."""
     content = save({"tokens": said.likeliest.tokens, "logprobs": said.likeliest.logprobs})
     write_atomic(tokens_of(path), partial(_put, content))
@@ -159,7 +159,7 @@ def write_said(said: Said, path: Path, checkpoint: str) -> None:
     write_json(path, {**plain, "checkpoint": checkpoint, "samples": samples})
 
 
-def read_said(path: Path) -> tuple[Said, str]:
+def read_said(path: Path) -> tuple[EngineLogprobs, str]:
     """Return what was said, and the digest of the checkpoint that said it.
 
     Raises:
@@ -171,7 +171,7 @@ def read_said(path: Path) -> tuple[Said, str]:
         digest = str(told.pop("checkpoint"))
         told["samples"] = [Sample(tuple(tokens), count) for count, tokens in told["samples"]]
         told["passed"] = {name: [(int(i), bool(ok)) for i, ok in each] for name, each in told["passed"].items()}
-        return Said(**told, likeliest=Likeliest(found["tokens"], found["logprobs"])), digest
+        return EngineLogprobs(**told, likeliest=Likeliest(found["tokens"], found["logprobs"])), digest
     except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"{path} is not what engines of a precision said: {error!r}") from error
 

@@ -21,7 +21,7 @@ from posttrain.checkpoint.hub.listing import HubSource, list_files
 from posttrain.checkpoint.hub.retries import RetryRule
 from posttrain.checkpoint.hub.transfer import STAGING, HttpFiles
 from posttrain.checkpoint.hub.xet import XetFiles
-from posttrain.checkpoint.parts.filling import keep_right_files, make_files
+from posttrain.checkpoint.parts.fill_folder import keep_right_files, make_files
 from posttrain.checkpoint.staging.file_placement import remove_half_written
 from posttrain.errors import CheckpointError
 

@@ -13,7 +13,7 @@ from posttrain.checkpoint.hub.listed_files import Manifest
 from posttrain.checkpoint.hub.listing import HubSource
 from posttrain.checkpoint.hub.local_folder import place_files
 from posttrain.checkpoint.hub.transfer import STAGING
-from posttrain.checkpoint.parts.filling import clear, reopen
+from posttrain.checkpoint.parts.fill_folder import clear, reopen
 from posttrain.checkpoint.parts.parts import Description
 
 STEP, FINALIZE_STEP = "download_hf_checkpoint", "finalize_hf_checkpoint"

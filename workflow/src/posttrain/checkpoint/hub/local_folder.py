@@ -13,7 +13,7 @@ from pathlib import Path
 from posttrain.artifacts import FileRecord, Receipt, RelativeName, hash_file, manifest_of
 from posttrain.checkpoint.hub.client import is_needed
 from posttrain.checkpoint.hub.listed_files import ListedFile, Manifest, read_manifest, verify_file
-from posttrain.checkpoint.parts.filling import keep_right_files, make_files
+from posttrain.checkpoint.parts.fill_folder import keep_right_files, make_files
 from posttrain.checkpoint.staging.file_placement import (
     TransferProgress,
     copy_file,

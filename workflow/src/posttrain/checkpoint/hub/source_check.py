@@ -8,14 +8,14 @@ from posttrain.artifacts import FileRecord, Receipt, hash_file, manifest_of
 from posttrain.checkpoint.hub.download_parts import origin_of
 from posttrain.checkpoint.hub.listed_files import ListedFile, read_manifest, verify_file
 from posttrain.errors import CheckpointError
-from posttrain.observability.provenance import Artefact
+from posttrain.observability.provenance import Artifact
 
 STEP = "finalize_hf_checkpoint"
 # What tells in the settings of other steps where they begin.
 NAMES_OF_SOURCES = ("kind", "repo_id", "revision", "train_file", "seed")
 
 
-def check_source(artefact: Artefact) -> tuple[str, list[str]]:
+def check_source(artefact: Artifact) -> tuple[str, list[str]]:
     """Return in words what an artefact without inputs came from, and what is wrong with that.
 
     Args:

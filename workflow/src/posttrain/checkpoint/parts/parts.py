@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from posttrain.artifacts import FileRecord, RelativeName, hash_file, partial_of, read_json, write_atomic, write_json
-from posttrain.checkpoint.parts.filling import current_path, keep_right_files, make_files, reopen
+from posttrain.checkpoint.parts.fill_folder import current_path, keep_right_files, make_files, reopen
 from posttrain.checkpoint.staging.file_placement import (
     HashingFile,
     TransferProgress,

@@ -25,7 +25,7 @@ from posttrain.artifacts import (
     require_files,
     write_receipt,
 )
-from posttrain.checkpoint.parts.filling import clear, current_path
+from posttrain.checkpoint.parts.fill_folder import clear, current_path
 from posttrain.checkpoint.parts.parts import (
     Description,
     OutputFile,

@@ -12,7 +12,7 @@ import torch
 from posttrain.artifacts import hash_file
 from posttrain.checkpoint.formats.hf_layout import read_object
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader, TensorSpec
-from posttrain.checkpoint.parts.recoded_folder import Recoding
+from posttrain.checkpoint.parts.converted_folder import Recoding
 from posttrain.checkpoint.quantization.calibration import Calibration
 from posttrain.checkpoint.quantization.dequantize import CastToBf16
 from posttrain.checkpoint.quantization.fp8 import Fp8Format, largest_magnitude

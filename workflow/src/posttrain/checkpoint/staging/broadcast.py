@@ -97,7 +97,7 @@ class _Exchange:
                 self._progress.advance(twin.record.size_bytes)
             self._offer(content, tasks[0])
         try:
-            self._registry.look()
+            self._registry.refresh()
             while missing or not all(peer.is_done for peer in self._registry.peers):
                 self._collect(missing)
                 for content, tasks in missing.items():
@@ -106,7 +106,7 @@ class _Exchange:
                 self._tend_downloads()
                 self._say(is_done=not missing)
                 time.sleep(POLL_SECONDS)
-                self._registry.look()
+                self._registry.refresh()
         except BaseException:
             self._progress.stop()
             raise
@@ -129,7 +129,7 @@ class _Exchange:
                 self._downloads[content] = time.monotonic()
         elif len(self._reads) < MAX_READS and self._num_reads() < max_reads:
             # Others may have been faster since the last look.
-            self._registry.look()
+            self._registry.refresh()
             if self._num_reads() < max_reads and self._registry.claim(content):
                 self._reads[content] = self._pool.submit(self._read, content, task)
 

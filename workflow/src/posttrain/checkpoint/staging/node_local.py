@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.artifacts import FileRecord, Receipt, check_files, hash_file, refuse_files, require_files, sync_folder
-from posttrain.checkpoint.parts.filling import keep_right_files, make_files
+from posttrain.checkpoint.parts.fill_folder import keep_right_files, make_files
 from posttrain.checkpoint.staging.eviction import Eviction, in_use, make_room
 from posttrain.checkpoint.staging.file_placement import (
     TransferProgress,

@@ -71,7 +71,7 @@ class PeerRegistry:
         self._said: Peer | None = None
         self._said_at = 0.0
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """See what has changed."""
         with os.scandir(self._folder) as entries:
             found = {entry.name: status for entry in entries if (status := _status(entry))}

@@ -33,7 +33,7 @@ from posttrain.checkpoint.tiny.warm_up import Examples, backwards, warm_up
 from posttrain.config.families import dimensions, family_of, modelling_module
 from posttrain.config.schema import Architecture
 from posttrain.errors import Problem, raise_if_any
-from posttrain.planner.sizing.made_model import check_made
+from posttrain.planner.sizing.tiny_model import check_made
 
 log = logging.getLogger(__name__)
 

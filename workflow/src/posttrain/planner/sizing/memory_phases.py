@@ -11,7 +11,7 @@ are engines' weights, which come anew with every update, or are kept there as th
     optimizer         gradient buffer, optimizer state (unless offloaded)
     train             saved activations, one recomputed chunk, token copies to and from the experts, a chunk's logits;
                       on NVIDIA's GPUs the largest of the moments that `activations_cuda` names
-    always            contexts, communicators and buffers that no tracker sees (`unseen`), and what kernels keep
+    always            contexts, communicators and buffers that no tracker sees (`untracked_memory`), and what kernels keep
     mismatch          a layer's own weights, beside those that engines have, and what rounds them where that takes more
     weight_sync       two rounds of messages, and of those that a rank passes on, or gets; or a bucket of weights,
                       gathered and in the engines' precision; where only changes are sent, the last update's copy of a
@@ -64,7 +64,7 @@ from posttrain.planner.sizing.phases import (
     Phase,
 )
 from posttrain.planner.sizing.routes import engine_routes_bytes
-from posttrain.planner.sizing.unseen import unseen_terms
+from posttrain.planner.sizing.untracked_memory import untracked_terms
 from posttrain_weights import COMPARED_AT_ONCE, RECEIVED_ROUNDS
 
 NO_STAGE = -1
@@ -235,7 +235,7 @@ class _Plan:
     def _reserve(self) -> float:
         if self._is_cpu:
             return self.assumptions.cpu_process
-        return sum(term.gib for term in unseen_terms(self.config, self.assumptions))
+        return sum(term.gib for term in untracked_terms(self.config, self.assumptions))
 
     @cached_property
     def _routes(self) -> tuple[float, float]:

@@ -1,8 +1,8 @@
 """Which of the two models a phase of a step needs awake: the one table of it.
 
 The training loop refuses work outside of a phase and takes its time (`training/phases.py`), trainer and engines go to
-sleep and wake up by it (`training/turns.py`), and the planner budgets GPU and host memory from the same rows. Where
-nobody sleeps (`config.derived.takes_turns`) all is awake in every phase.
+sleep and wake up by it (`training/colocation.py`), and the planner budgets GPU and host memory from the same rows.
+Where nobody sleeps (`config.derived.takes_turns`) all is awake in every phase.
 """
 
 from __future__ import annotations

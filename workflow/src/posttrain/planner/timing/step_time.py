@@ -34,7 +34,7 @@ from posttrain.config.derived import (
     world_size,
 )
 from posttrain.config.schema import Config, Parallel
-from posttrain.config.suites import exams_of
+from posttrain.config.suites import eval_tasks_of
 from posttrain.planner.flags.sglang_flags import has_dp_attention
 from posttrain.planner.flags.sparse_kernels import CUDNN, TILELANG, sparse_kernel
 from posttrain.planner.sizing.engine import engine_memory
@@ -297,12 +297,12 @@ def evaluation_seconds(config: Config) -> float:
     A suite that does not say how many prompts it has takes no time here.
     """
     total = 0.0
-    for name, exam in exams_of(config).items():
+    for name, eval_task in eval_tasks_of(config).items():
         suite = config.evaluation.suites.get(name)
-        prompts = suite.num_prompts if suite else exam.data.num_heldout_prompts
-        samples = prompts * exam.evaluation.num_samples_per_prompt
+        prompts = suite.num_prompts if suite else eval_task.data.num_heldout_prompts
+        samples = prompts * eval_task.evaluation.num_samples_per_prompt
         if samples:
-            work = Workload(samples, PROMPT_TOKENS, exam.rollout.max_response_tokens, MEAN_RESPONSE_SHARE)
+            work = Workload(samples, PROMPT_TOKENS, eval_task.rollout.max_response_tokens, MEAN_RESPONSE_SHARE)
             total += rollout_of(engine_of(config), config.engine.num_engines, work).seconds
     return total
 

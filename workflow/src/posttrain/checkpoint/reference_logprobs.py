@@ -1,0 +1,103 @@
+"""The canary of a checkpoint: a few prompts with what the trainer's own model says of their continuations.
+
+Training writes it into its last checkpoint, an export takes it over, and so does whatever is quantised from that one:
+it lies in the folder, so that a copy of it has it, too. Who serves the folder is held against it (`serving.canary`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain.artifacts import read_json, write_json
+from posttrain.errors import CheckpointError, one_line
+
+CANARY_NAME = "posttrain_canary.json"
+
+
+@dataclass(frozen=True)
+class ReferencePrompt:
+    """One conversation with a continuation.
+
+    Args:
+        messages: As a client sends them.
+        tools: JSON schemas of the functions that a response may call, None for none.
+        prompt_tokens: What the model's own chat template makes of them.
+        response_tokens: The continuation, fixed.
+        logprobs: Natural-log probability of each of its tokens at temperature 1, by the trainer.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] | None
+    prompt_tokens: Sequence[int]
+    response_tokens: Sequence[int]
+    logprobs: Sequence[float]
+
+
+@dataclass(frozen=True)
+class ReferenceLogprobs:
+    """The prompts that a server of these weights is asked, with the expected log-probabilities.
+
+    Args:
+        trainer: In which precision the trainer computed: its `trainer.params_dtype`.
+        template_kwargs: Further variables of the chat template with which the prompts were rendered.
+        prompts: With at least one.
+    """
+
+    trainer: str
+    template_kwargs: Mapping[str, Any]
+    prompts: Sequence[ReferencePrompt]
+
+    def __post_init__(self) -> None:
+        if not self.prompts:
+            raise ValueError("no prompts")
+        for place, prompt in enumerate(self.prompts):
+            tokens = [*prompt.prompt_tokens, *prompt.response_tokens]
+            if not prompt.prompt_tokens or not all(type(token) is int and token >= 0 for token in tokens):
+                raise ValueError(f"prompt {place}: no token ids")
+            if not prompt.logprobs or len(prompt.logprobs) != len(prompt.response_tokens):
+                raise ValueError(f"prompt {place}: not one log-probability for each token")
+            if not all(math.isfinite(value) and value <= 0 for value in prompt.logprobs):
+                raise ValueError(f"prompt {place}: what is no log-probability")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as plain JSON types."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(content: Mapping[str, Any]) -> ReferenceLogprobs:
+        """Rebuild it from `as_dict`.
+
+        Raises:
+            ValueError: It is none.
+        """
+        try:
+            prompts = [ReferencePrompt(**prompt) for prompt in content["prompts"]]
+            return ReferenceLogprobs(str(content["trainer"]), dict(content["template_kwargs"]), prompts)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not a canary: {error!r}") from error
+
+
+def write_reference_logprobs(folder: Path, canary: ReferenceLogprobs) -> str:
+    """Put it into a folder, and return its name there."""
+    write_json(folder / CANARY_NAME, canary.as_dict())
+    return CANARY_NAME
+
+
+def read_reference_logprobs(folder: Path) -> ReferenceLogprobs | None:
+    """Return the canary of a folder; None where it has none.
+
+    Raises:
+        CheckpointError: What is there is none.
+    """
+    path = folder / CANARY_NAME
+    try:
+        return ReferenceLogprobs.from_dict(read_json(path))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        remedy = "take the folder from where it was exported; without this file it is served unseen"
+        raise CheckpointError(f"{path}: {one_line(str(error))}\n  remedy: {remedy}") from error

@@ -1,0 +1,144 @@
+"""What a user wants to serve, and on which hardware."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.config.schema import Config, Hardware
+from posttrain.errors import Problem
+
+ENGINES = ("sglang", "vllm", "trtllm", "embedded")
+# Addresses that nobody else reaches.
+LOCAL = ("127.0.0.1", "localhost")
+PRECISIONS = ("bf16", "fp8", "nvfp4")
+GOALS = ("latency", "throughput")
+# Of TensorRT-LLM's guide and of our embedded engine: the formats that they are started with.
+TAKEN = {"trtllm": ("nvfp4",), "embedded": ("bf16", "fp8")}
+# Of the compute capability: SM100 and its successor in the same line, which the guide names; RTX GPUs have 12.
+DATA_CENTER_BLACKWELL = "10."
+_WHY = {
+    "nvfp4": ": NVFP4 needs a Blackwell GPU",
+    "fp8": ": its matrix units do not know E4M3FN, or SGLang's cookbook has no FP8 for it",
+}
+
+
+@dataclass(frozen=True)
+class ServeRequest:
+    """How a checkpoint is to be served.
+
+    Args:
+        engine: One of `ENGINES`.
+        nodes: How many; 0: as few as it needs.
+        precision: One of `PRECISIONS`; empty: that of the checkpoint.
+        goal: One of `GOALS`.
+        host: Address to listen on.
+        port: The same.
+        name: What clients call the model; empty: after the checkpoint.
+        prefill_apart: Engines that only prefill, beside others that decode.
+        index_cache: GLM-5's layers take over the choice of keys of layers before.
+        python: Interpreter of SGLang's environment; empty: the first on PATH.
+        first_node: Where the nodes of an engine meet; empty: a name that stands for it.
+    """
+
+    engine: str = "sglang"
+    nodes: int = 0
+    precision: str = ""
+    goal: str = "latency"
+    host: str = "127.0.0.1"
+    port: int = 8000
+    name: str = ""
+    prefill_apart: bool = False
+    index_cache: bool = False
+    python: str = ""
+    first_node: str = ""
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> ServeRequest:
+        """Return what a command line asks for."""
+        return cls(**{name: value for name, value in options.items() if value is not None})
+
+
+def check_serve_request(
+    serve_request: ServeRequest, precision: str, config: Config, others: Sequence[Hardware] = ()
+) -> Iterator[Problem]:
+    """Yield what the hardware or the engine does not know, each with the nearest that works.
+
+    Args:
+        serve_request: What is asked for.
+        precision: Of the checkpoint.
+        config: With the hardware and the model.
+        others: Further hardware, for the nearest that works.
+    """
+    yield from _check_format(serve_request, precision, config.hardware, others)
+    yield from _check_engine(serve_request, config.hardware)
+    yield from _check_options(serve_request, precision, config)
+
+
+def computed_with(serve_request: ServeRequest, hardware: Hardware) -> list[str]:
+    """Return the formats in which an engine can serve on some hardware, the widest first."""
+    if hardware.device == "cpu":
+        known = (
+            ["bf16", "fp8"] if serve_request.engine == "embedded" else ["bf16"]
+        )  # the embedded engine dequantises at load
+    else:
+        known = [*hardware.formats, *(["fp8"] if serve_request.engine == "embedded" else [])]
+    return [name for name in PRECISIONS if name in known and name in TAKEN.get(serve_request.engine, PRECISIONS)]
+
+
+def _check_format(
+    serve_request: ServeRequest, precision: str, hardware: Hardware, others: Sequence[Hardware]
+) -> Iterator[Problem]:
+    known = computed_with(serve_request, hardware)
+    if precision in known:
+        return
+    able = [
+        one.name
+        for one in others
+        if precision in computed_with(serve_request, one) and not list(_check_engine(serve_request, one))
+    ]
+    remedies = [f"--precision {known[-1]}"] if known else []
+    remedies += [f"--hardware {' or '.join(able)}"] if able else []
+    remedies += ["--engine sglang"] if serve_request.engine in TAKEN else []
+    is_engine = precision not in TAKEN.get(serve_request.engine, PRECISIONS)
+    why = (
+        f": {serve_request.engine} takes {' and '.join(TAKEN[serve_request.engine])}"
+        if is_engine
+        else _WHY.get(precision, "")
+    )
+    allowed = f"{', '.join(known) or 'none'} by {serve_request.engine} on {hardware.name}{why}"
+    yield Problem("--precision", precision, allowed, ", or ".join(remedies))
+
+
+def _check_engine(serve_request: ServeRequest, hardware: Hardware) -> Iterator[Problem]:
+    capability, is_cpu = hardware.compute_capability, hardware.device == "cpu"
+    if serve_request.engine == "vllm" and not capability:
+        allowed = f"sglang{' or embedded' if is_cpu else ''} on {hardware.name}: no guide has GLM-5 with vLLM on it"
+        yield Problem("--engine", "vllm", allowed, "--engine sglang, or --hardware b200, which the guide is for")
+    if serve_request.engine == "trtllm" and not capability.startswith(DATA_CENTER_BLACKWELL):
+        allowed = f"sglang{' or vllm' if capability else ''} on {hardware.name}: TensorRT-LLM's guide is for SM100"
+        yield Problem("--engine", "trtllm", allowed, "--engine sglang, or --hardware b200")
+
+
+def _check_options(serve_request: ServeRequest, precision: str, config: Config) -> Iterator[Problem]:
+    if serve_request.prefill_apart and (serve_request.engine != "sglang" or config.hardware.device == "cpu"):
+        where = "sglang on GPUs"
+        yield Problem("--prefill-apart", serve_request.engine, where, f"leave it out, or serve with {where}")
+    if serve_request.prefill_apart and serve_request.nodes % 2:
+        allowed = "an even number: half of the nodes prefill, half decode"
+        yield Problem("--nodes", str(serve_request.nodes), allowed, f"--nodes {serve_request.nodes + 1}")
+    arch = config.model.architecture
+    is_glm5 = arch.model_type == "glm_moe_dsa" and arch.index_topk_freq == 1 and arch.num_hidden_layers == 78
+    if serve_request.index_cache and (serve_request.engine != "sglang" or precision != "fp8" or not is_glm5):
+        allowed = "GLM-5 in FP8 with sglang, which is what the cookbook's pattern of layers is for"
+        value = f"{config.model.name} in {precision} with {serve_request.engine}"
+        yield Problem("--index-cache", value, allowed, "leave it out")
+    if not 1 <= serve_request.port <= 65535:
+        yield Problem("--port", str(serve_request.port), "1 to 65535", "give a port")
+    if serve_request.nodes < 0:
+        yield Problem("--nodes", str(serve_request.nodes), "1 or more; 0: as few as are needed", "give their number")
+    if serve_request.engine in ("embedded", "trtllm") and serve_request.nodes > 1:
+        yield Problem(
+            "--nodes", str(serve_request.nodes), f"1 with {serve_request.engine}", "--nodes 1, or --engine sglang"
+        )
