@@ -24,11 +24,11 @@ from benchmarks.claims import report, start
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
 
-from posttrain.batching.packing import pack
 from posttrain.config.derived import token_budget
 from posttrain.config.schema import Architecture, Config
-from posttrain.planner.resolve import resolve
-from posttrain.training.batch import sample_costs
+from posttrain.plan.resolve import resolve
+from posttrain.rl.batching.packing import pack
+from posttrain.rl.training.batch import sample_costs
 
 BATCH, RANKS, SEEDS = 512, (8, 16, 32, 64), range(5)
 PROMPT_TOKENS = 128

@@ -25,14 +25,14 @@ from pathlib import Path
 from benchmarks.claims import MissingEnvironment, report, start
 from tests.support.network_nodes import Host, limited_hosts, missing_network, mounted
 
-from posttrain.artifacts import Receipt, record_files, write_receipt
+from posttrain.store import Receipt, record_files, write_receipt
 
 NODES, MEGABITS, NUM_FILES, FILE_BYTES, REPEATS = 8, 80, 64, 8 << 20, 3
 READ_GOAL, TIME_GOAL = 1.1, 1.5
 STAGE = """
 import sys, time
 from pathlib import Path
-from posttrain.artifacts import read_receipt
+from posttrain.store import read_receipt
 from posttrain.checkpoint.staging.broadcast import Broadcast
 from posttrain.checkpoint.staging.node_local import StagedSource, stage
 shared, node, name, way = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4]

@@ -29,13 +29,13 @@ from benchmarks.claims import report, start
 from benchmarks.measuring import copy_and_hash, run_work, write_checkpoint
 from tests.support.tiny_checkpoint import TINY
 
-from posttrain.artifacts import building
-from posttrain.artifacts.durable import sync_tree
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
 from posttrain.checkpoint.formats.torch_dist import Conversion
 from posttrain.checkpoint.param_names import expected_tensors
 from posttrain.config.schema import Architecture
-from posttrain.planner.resolve import resolve
+from posttrain.plan.resolve import resolve
+from posttrain.store import building
+from posttrain.store.durable import sync_tree
 
 COPY_GOAL, BUILD_GOAL, BUILD_MEMORY_GOAL, MEMORY_GOAL_GIB = 1.5, 5.0, 0.1, 2.0
 WORKERS = 2
@@ -123,7 +123,7 @@ def megatron(source: Path, result: Path, arch: Architecture) -> float:
     from tests.support.megatron_families import build_model
     from tests.support.megatron_single import initialize_single_rank, test_config
 
-    from posttrain.megatron_backend.weights import HubWeights
+    from posttrain.rl.megatron_backend.weights import HubWeights
 
     config = test_config(arch)
     config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, params_dtype="bf16"))

@@ -31,12 +31,12 @@ from tests.support.slurm_cluster import Cluster, missing_slurm, running_cluster
 from tests.support.slurm_folder import PROFILE, SlurmFolder
 from tests.support.workflow_runs import FAST, ROOT, WorkflowFolder
 
-from posttrain.artifacts import Paths, receipt_of
-from posttrain.engines.launch_command import render_engine_command
-from posttrain.observability.metrics import without_timings
-from posttrain.planner.flags.environment import trainer_environment
-from posttrain.planner.flags.flag import as_environment
-from posttrain.planner.resolve import resolve
+from posttrain.plan.flags.environment import trainer_environment
+from posttrain.plan.flags.flag import as_environment
+from posttrain.plan.resolve import resolve
+from posttrain.report.metrics import without_timings
+from posttrain.rl.engines.launch_command import render_engine_command
+from posttrain.store import Paths, receipt_of
 
 GANG_GOAL, READ_GOAL, REPEATS = 10.0, 2.0, 5
 JOB_SECONDS = 300.0
@@ -166,7 +166,7 @@ def bare(paths: Paths, folder: Path) -> str:
     }
     urls = [word for engine in engines for word in ("--engine", engine.url)]
     place = {"WORLD_SIZE": len(NODES), "LOCAL_RANK": 0, "MASTER_ADDR": NODES[0], "MASTER_PORT": MEETING_PORT}
-    rank = [sys.executable, "-m", "posttrain.launch.trainer_rank", *flat(words), *urls]
+    rank = [sys.executable, "-m", "posttrain.cluster.trainer_rank", *flat(words), *urls]
     ranks = with_environment(place | as_environment(trainer_environment(config)), rank)
     return "\n".join(
         [

@@ -16,9 +16,9 @@ from typing import Any
 from benchmarks.claims import report, start
 from tests.support.workflow_runs import ROOT
 
-from posttrain.forecast.plan_goodput import GOAL, NODE_COUNTS, goodput_part
-from posttrain.planner.job_needs import RuleNeeds
-from posttrain.planner.resolve import resolve
+from posttrain.plan.forecast.plan_goodput import GOAL, NODE_COUNTS, goodput_part
+from posttrain.plan.job_needs import RuleNeeds
+from posttrain.plan.resolve import resolve
 
 MODEL, NODES_OF_THE_CLAIM = "glm5", 32
 GOAL_SECONDS = 1.0

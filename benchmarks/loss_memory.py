@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from benchmarks.claims import report, start
 
-from posttrain.algorithm.logprobs import chunked_logprobs
+from posttrain.rl.algorithm.logprobs import chunked_logprobs
 
 VOCABULARY, HIDDEN, CHUNK = 154_880, 256, 1_024
 CHUNK_BYTES = CHUNK * VOCABULARY * 4

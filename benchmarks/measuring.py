@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
-from posttrain.artifacts import partial_of
-from posttrain.artifacts.durable import sync_tree
 from posttrain.checkpoint.formats.safetensors_io import TensorSpec
 from posttrain.checkpoint.formats.shard_writer import TORCH_DTYPES, HashingFile, assign_shards, write_index, write_shard
+from posttrain.store import partial_of
+from posttrain.store.durable import sync_tree
 
 # So many rows of a tensor are random; a larger one repeats them.
 RANDOM_ROWS = 2048

@@ -23,9 +23,9 @@ from tests.support.gpus import told_by_ranks
 from torch.utils.benchmark import Timer
 
 from posttrain.checkpoint.quantization.fp8 import quantize_block
-from posttrain.megatron_backend.glm5.latent_space import places_of_mask
-from posttrain.megatron_backend.glm5.sparse_attention import causal_mask, index_scores, select_topk
-from posttrain.megatron_backend.sparse_kernels import load_kernel
+from posttrain.rl.megatron_backend.glm5.latent_space import places_of_mask
+from posttrain.rl.megatron_backend.glm5.sparse_attention import causal_mask, index_scores, select_topk
+from posttrain.rl.megatron_backend.sparse_kernels import load_kernel
 from posttrain_weights.digest import Digester, key_of
 
 ONE_GPU = "hardware.gpus_per_node=1 engine.num_engines=1 engine.gpus_per_engine=1 trainer.deepep=false "

@@ -36,9 +36,9 @@ RANK, ENGINE = "trainer rank", "engine"
 # What is counted by itself. Whatever else these start counts as theirs.
 PROGRAMS = {
     "scripts/train_grpo.py": "head",
-    "posttrain.launch.node": "node",
-    "posttrain.launch.trainer_rank": RANK,
-    "posttrain.engines.embedded": ENGINE,
+    "posttrain.cluster.node": "node",
+    "posttrain.cluster.trainer_rank": RANK,
+    "posttrain.rl.engines.embedded": ENGINE,
 }
 SHARED, ENVIRONMENT = ("clone", "store", "run"), "environment"
 OPENS, STARTS = ("open", "openat", "openat2", "creat"), ("clone", "clone3", "fork", "vfork")

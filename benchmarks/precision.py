@@ -78,8 +78,8 @@ def reference(folder: Path, sequences: list[torch.Tensor], dtype: torch.dtype) -
 
 def ours(architecture: Architecture, tensors: dict[str, torch.Tensor], sequences: list[torch.Tensor]) -> Answer:
     """Return the answer of the trainer in BF16, with its gradients in FP32."""
-    from posttrain.megatron_backend.model import build_policy
-    from posttrain.megatron_backend.weights import HubWeights
+    from posttrain.rl.megatron_backend.model import build_policy
+    from posttrain.rl.megatron_backend.weights import HubWeights
 
     config = test_config(architecture)
     config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, params_dtype="bf16"))

@@ -31,11 +31,11 @@ from pathlib import Path
 from benchmarks.claims import start
 
 from posttrain.config.schema import Architecture, Hardware
-from posttrain.planner.resolve import resolve
-from posttrain.planner.timing.decoding import DecodingGpus, decode_step_seconds, prefill_seconds
-from posttrain.planner.timing.serving_load import published_rows
-from posttrain.planner.timing.step_time import Workload, logprob_seconds, rollout_of, train_seconds
-from posttrain.planner.timing.update_time import Trainer
+from posttrain.plan.resolve import resolve
+from posttrain.plan.timing.decoding import DecodingGpus, decode_step_seconds, prefill_seconds
+from posttrain.plan.timing.serving_load import published_rows
+from posttrain.plan.timing.step_time import Workload, logprob_seconds, rollout_of, train_seconds
+from posttrain.plan.timing.update_time import Trainer
 
 PRIME_RL, NEMO_RL, VLLM = "prime-rl v0.6.0", "NVIDIA-NeMo/RL", "vLLM on 8 B200"
 TOOLS = "tools, and the prefill of what they return: a rollout of this task decodes a third of its time"

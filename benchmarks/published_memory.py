@@ -24,9 +24,9 @@ from pathlib import Path
 from benchmarks.claims import report, start
 
 from posttrain.config.load import Resolved
-from posttrain.planner.resolve import resolve
-from posttrain.planner.sizing.assumptions import ASSUMPTIONS
-from posttrain.planner.sizing.memory_phases import phase_memory
+from posttrain.plan.resolve import resolve
+from posttrain.plan.sizing.assumptions import ASSUMPTIONS
+from posttrain.plan.sizing.memory_phases import phase_memory
 from posttrain_rehearsal.outcome import FULL_STEP, UNSEEN
 from posttrain_rehearsal.sampled_shapes import rehearsed_row
 from posttrain_rehearsal.start import rehearse

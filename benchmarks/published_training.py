@@ -1,4 +1,4 @@
-"""Published training runs that `planner.timing.update_time` is held against: its rates are fitted on none of them.
+"""Published training runs that `plan.timing.update_time` is held against: its rates are fitted on none of them.
 
 A published figure counts operations in its own way. The predicted one counts them in the same: it is the published
 figure times published over predicted seconds. Print the table from the repository's root:
@@ -26,8 +26,8 @@ from benchmarks.claims import start
 from benchmarks.published import machine_of
 
 from posttrain.config.schema import Architecture, Hardware
-from posttrain.planner.resolve import resolve
-from posttrain.planner.timing.update_time import Trainer, train_causes
+from posttrain.plan.resolve import resolve
+from posttrain.plan.timing.update_time import Trainer, train_causes
 
 TOLERANCE = 0.3
 # Pre-training of GLM-5.2 from random weights with `--deterministic` over the same from its own weights without, on 192

@@ -27,14 +27,14 @@ from benchmarks.claims import report, start
 from benchmarks.measuring import copy_and_hash, run_work, write_checkpoint
 from safetensors.torch import save_file
 
-from posttrain.artifacts import partial_of
-from posttrain.artifacts.durable import sync_tree
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader, TensorSpec
 from posttrain.checkpoint.param_names import expected_tensors
 from posttrain.checkpoint.parts.converted_folder import RecodedFolder
 from posttrain.checkpoint.quantization.quantize import Quantization
 from posttrain.checkpoint.quantization.quantized_names import Selection
-from posttrain.planner.resolve import resolve
+from posttrain.plan.resolve import resolve
+from posttrain.store import partial_of
+from posttrain.store.durable import sync_tree
 
 COPY_GOAL, FORMULA_GOAL, MEMORY_GOAL_GIB = 1.5, 3.0, 2.0
 WORKERS = 2

@@ -43,13 +43,13 @@ from transformers import AutoTokenizer
 
 from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
 from posttrain.config.command_line import CONFIG_DIR
-from posttrain.engines.client import EngineClient
-from posttrain.engines.launch_command import render_engine_command
-from posttrain.engines.ports import LOOPBACK, choose_free_ports
-from posttrain.engines.process import check_all_alive, started_engines
-from posttrain.engines.secret import new_secret
-from posttrain.engines.streaming import COMPLETIONS, GENERATE, Endpoint
-from posttrain.planner.resolve import resolve
+from posttrain.plan.resolve import resolve
+from posttrain.rl.engines.client import EngineClient
+from posttrain.rl.engines.launch_command import render_engine_command
+from posttrain.rl.engines.ports import LOOPBACK, choose_free_ports
+from posttrain.rl.engines.process import check_all_alive, started_engines
+from posttrain.rl.engines.secret import new_secret
+from posttrain.rl.engines.streaming import COMPLETIONS, GENERATE, Endpoint
 from posttrain_serving.benchmark.serving import FEWEST_REQUESTS, Load, measure_level
 from posttrain_serving.benchmark.serving_prompts import random_prompts
 

@@ -24,8 +24,8 @@ from pathlib import Path
 
 from benchmarks.claims import report, start
 
-from posttrain.artifacts import Receipt, record_files
 from posttrain.checkpoint.staging.node_local import StagedSource, stage
+from posttrain.store import Receipt, record_files
 
 SIZES = [64 << 20] * 40 + [512 << 20] * 3
 TIME_GOAL, CHECK_GOAL, REPEATS = 1.2, 1.0, 5

@@ -139,11 +139,11 @@ class Clock:
 
 def serve_ours(task: Task, source: Path, tensors: dict[str, torch.Tensor], answer: Callable[[Update], None]) -> None:
     """The trainer's own first update on a rollout, which gives the log-probabilities before it, too."""
-    from posttrain.algorithm.policy_gradient import PolicyGradient
-    from posttrain.megatron_backend import train_step
-    from posttrain.megatron_backend.model import build_policy
-    from posttrain.megatron_backend.weights import HubWeights
-    from posttrain.training.batch import make_updates
+    from posttrain.rl.algorithm.policy_gradient import PolicyGradient
+    from posttrain.rl.megatron_backend import train_step
+    from posttrain.rl.megatron_backend.model import build_policy
+    from posttrain.rl.megatron_backend.weights import HubWeights
+    from posttrain.rl.training.batch import make_updates
 
     config = test_config(MODELS[task.model])
     changes: dict[str, dict[str, Any]] = {

@@ -23,8 +23,8 @@ from benchmarks.trainer_sides import GROUP, MODELS, PROMPT_TOKENS, Task, Update,
 from tests.support.tiny_checkpoint import make_random_checkpoint
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from posttrain.megatron_backend import packed
-from posttrain.megatron_backend.glm5 import indexer
+from posttrain.rl.megatron_backend import packed
+from posttrain.rl.megatron_backend.glm5 import indexer
 
 ATTENTION, CHOICE = "scaled_dot_product", "choice of keys"
 # Attention and choice of keys were two thirds of an update, its kernel time as long as its arithmetic, and blocks had

@@ -1,13 +1,13 @@
 """How long weights take from trainer ranks to engine ranks: each message simulated, in rounds, from the transfers.
 
 While a round is on its way its senders make the next one and its receivers write the last; two rounds exist at a time.
-That is how `weight_sync.sharded` sends, and how prime-rl does, whose receivers fetch a layer while they load the one
+That is how `rl.weight_sync.sharded` sends, and how prime-rl does, whose receivers fetch a layer while they load the one
 before. A network is not simulated beyond each rank's own link.
 
 Where each constant is from:
 
     counted    bytes, parts and rounds: `plan_transfer`, from the Hub's tensors and the layouts
-    our table  what a network gives of its peak, a GPU's memory, the launch of a kernel (`planner.timing.attainable`)
+    our table  what a network gives of its peak, a GPU's memory, the launch of a kernel (`plan.timing.attainable`)
     H200       quantising (`benchmarks.one_gpu`)
     two cores  the way through the host's memory, and the host's part in digests, as whoever calls this has measured it
     prime-rl   PrimeIntellect-ai/prime-rl#3341, jobs 2317 and 2301: 64 trainer and 32 engine H200, GLM-5.2 in BF16
@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from posttrain.config.schema import Hardware
-from posttrain.planner.timing import attainable
+from posttrain.plan.timing import attainable
 from posttrain_weights.box import Box
 from posttrain_weights.messages import size_of
 from posttrain_weights.transfer_plan import SIZES, SliceTransfer

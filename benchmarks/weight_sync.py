@@ -39,11 +39,11 @@ from posttrain.checkpoint.quantization.fp8 import quantize_block
 from posttrain.checkpoint.quantization.quantized_names import layer_of
 from posttrain.config.derived import update_bytes_at_once
 from posttrain.config.schema import Config
-from posttrain.planner.resolve import resolve
-from posttrain.planner.timing.decoding import decode_step_seconds, prefill_seconds
-from posttrain.planner.timing.rates import PROMPT_TOKENS, TOLERANCE
-from posttrain.planner.timing.step_time import engine_of, sync_seconds
-from posttrain.weight_sync.publish import served_format
+from posttrain.plan.resolve import resolve
+from posttrain.plan.timing.decoding import decode_step_seconds, prefill_seconds
+from posttrain.plan.timing.rates import PROMPT_TOKENS, TOLERANCE
+from posttrain.plan.timing.step_time import engine_of, sync_seconds
+from posttrain.rl.weight_sync.publish import served_format
 from posttrain_weights import digest_triton
 from posttrain_weights.box import Box, whole_box
 from posttrain_weights.channel import CPU, Channel

@@ -5,7 +5,7 @@
 # math-verify grades the answer (1,000) as right where the label is (1,0). One would expect 1000, or an error.
 # It also reads the pair (1,2) as an open interval, and its `verify` is not symmetric: x \in [-2,7] and -2 \le x \le 7
 # are the same or not, depending on which of them is the label.
-# Here: reward/equality.py reads the structure, and gives the grammar single values alone.
+# Here: rl/reward/equality.py reads the structure, and gives the grammar single values alone.
 #
 # Seen on 2026-11-28:
 #   1000 (1, 0) Interval.open(1, 2)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from posttrain.artifacts import FileRecord, Receipt
 from posttrain.checkpoint.formats.adopted_torch_dist import check_adoptable, place_torch_dist
 from posttrain.checkpoint.formats.torch_dist import verify_torch_dist
 from posttrain.checkpoint.parts.steps import FOLDER, SOURCE, make_folder, source_of
 from posttrain.cli import RESOLVED, command_line, run
+from posttrain.store import FileRecord, Receipt
 
 STEP = "adopt_torch_dist"
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from posttrain.artifacts import (
+from posttrain.cli import RESOLVED, command_line, run
+from posttrain.errors import raise_if_any
+from posttrain.rl.data.dataset import load_prompts
+from posttrain.rl.data.dataset_files import HELDOUT, TRAIN
+from posttrain.rl.evaluation.data_check import check_data, print_check
+from posttrain.rl.evaluation.heldout import read_suites
+from posttrain.store import (
     Receipt,
     receipt_of,
     record_files,
@@ -14,12 +20,6 @@ from posttrain.artifacts import (
     write_json,
     write_receipt,
 )
-from posttrain.cli import RESOLVED, command_line, run
-from posttrain.data.dataset import load_prompts
-from posttrain.data.dataset_files import HELDOUT, TRAIN
-from posttrain.errors import raise_if_any
-from posttrain.evaluation.data_check import check_data, print_check
-from posttrain.evaluation.heldout import read_suites
 
 
 def main() -> None:

@@ -5,7 +5,13 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from posttrain.artifacts import (
+from posttrain.checkpoint.staging.node_local import require_content
+from posttrain.cli import RESOLVED, command_line, run
+from posttrain.config.suites import HELD_OUT
+from posttrain.plan.sizing.evaluation import serving_config
+from posttrain.plan.sizing.precisions import precision_config
+from posttrain.rl.evaluation.heldout import read_eval_tasks
+from posttrain.store import (
     Receipt,
     receipt_of,
     record_files,
@@ -13,12 +19,6 @@ from posttrain.artifacts import (
     suite_folders,
     write_receipt,
 )
-from posttrain.checkpoint.staging.node_local import require_content
-from posttrain.cli import RESOLVED, command_line, run
-from posttrain.config.suites import HELD_OUT
-from posttrain.evaluation.heldout import read_eval_tasks
-from posttrain.planner.sizing.evaluation import serving_config
-from posttrain.planner.sizing.precisions import precision_config
 from posttrain_serving.precision.precisions import ask, read_said, tokens_of, write_said
 
 

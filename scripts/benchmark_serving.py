@@ -6,16 +6,16 @@ import asyncio
 from dataclasses import asdict
 from pathlib import Path
 
-from posttrain.artifacts import write_text
 from posttrain.checkpoint.staging.node_local import require_content
 from posttrain.cli import RESOLVED, command_line, run
 from posttrain.config.schema import Config
-from posttrain.data.chat import ChatTokenizer
-from posttrain.data.dataset import load_prompts
-from posttrain.engines.engine_endpoints import EngineEndpoints, engines_to_ask
-from posttrain.engines.streaming import COMPLETIONS, GENERATE, Endpoint
-from posttrain.engines.verified_engines import verified_engines
-from posttrain.planner.sizing.evaluation import serving_config
+from posttrain.plan.sizing.evaluation import serving_config
+from posttrain.rl.data.chat import ChatTokenizer
+from posttrain.rl.data.dataset import load_prompts
+from posttrain.rl.engines.engine_endpoints import EngineEndpoints, engines_to_ask
+from posttrain.rl.engines.streaming import COMPLETIONS, GENERATE, Endpoint
+from posttrain.rl.engines.verified_engines import verified_engines
+from posttrain.store import write_text
 from posttrain_serving.benchmark.serving import Load, PromptOf
 from posttrain_serving.benchmark.serving_page import render_serving
 from posttrain_serving.benchmark.serving_prompts import given_prompts, random_prompts

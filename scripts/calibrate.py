@@ -15,7 +15,15 @@ import json
 import shutil
 from pathlib import Path
 
-from posttrain.artifacts import (
+from posttrain.checkpoint.parts.fill_folder import clear
+from posttrain.checkpoint.parts.steps import FOLDER, SOURCE, make_folder
+from posttrain.checkpoint.quantization.coverage import STATE_FOLDER, describe_coverage
+from posttrain.cli import RESOLVED, command_line, run
+from posttrain.cluster.oneshot_job import OneshotJob
+from posttrain.cluster.site import is_waiting_pod, rendezvous_path
+from posttrain.cluster.worker_pod import lend_this_pod
+from posttrain.config.derived import calibrating, calibration_passes, calibration_settings
+from posttrain.store import (
     COVERAGE_NAME,
     FileRecord,
     Receipt,
@@ -25,14 +33,6 @@ from posttrain.artifacts import (
     record_files,
     require_files,
 )
-from posttrain.checkpoint.parts.fill_folder import clear
-from posttrain.checkpoint.parts.steps import FOLDER, SOURCE, make_folder
-from posttrain.checkpoint.quantization.coverage import STATE_FOLDER, describe_coverage
-from posttrain.cli import RESOLVED, command_line, run
-from posttrain.config.derived import calibrating, calibration_passes, calibration_settings
-from posttrain.launch.oneshot_job import OneshotJob
-from posttrain.launch.site import is_waiting_pod, rendezvous_path
-from posttrain.launch.worker_pod import lend_this_pod
 
 
 def main() -> None:

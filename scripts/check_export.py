@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from posttrain.artifacts import Receipt, receipt_of, record_files, require_files, write_json, write_receipt
 from posttrain.cli import RESOLVED, command_line, run
-from posttrain.evaluation.export_check import STEP, check_export, in_words
+from posttrain.rl.evaluation.export_check import STEP, check_export, in_words
+from posttrain.store import Receipt, receipt_of, record_files, require_files, write_json, write_receipt
 
 
 def main() -> None:

@@ -8,12 +8,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from posttrain.artifacts import receipt_of, require_files, write_json
 from posttrain.checkpoint.staging.node_local import require_content
 from posttrain.cli import RESOLVED, command_line, run
 from posttrain.config.deployment import ORIGINAL
 from posttrain.config.schema import Config
 from posttrain.errors import CheckpointError
+from posttrain.store import receipt_of, require_files, write_json
 from posttrain_serving.precision.deployment import Measured, lost_points, table_of, verdict
 from posttrain_serving.precision.divergence import CheckpointLogprobs, divergence, truncated_divergence
 from posttrain_serving.precision.precisions import NUM_LIKELIEST, EngineLogprobs, read_said

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from posttrain.artifacts import Receipt, manifest_of
 from posttrain.checkpoint.hub.retries import RetryRule
 from posttrain.checkpoint.parts.steps import FOLDER, make_folder
 from posttrain.cli import RESOLVED, command_line, run
-from posttrain.data.dataset_files import make_dataset
-from posttrain.data.raw_rows import local_files
+from posttrain.rl.data.dataset_files import make_dataset
+from posttrain.rl.data.raw_rows import local_files
+from posttrain.store import Receipt, manifest_of
 
 
 def main() -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from posttrain.artifacts import Receipt, manifest_of
-from posttrain.artifacts.data_folders import PASS, SUITE, wanted_rows
 from posttrain.checkpoint.hub.retries import RetryRule
 from posttrain.checkpoint.parts.steps import FOLDER, make_folder
 from posttrain.cli import RESOLVED, command_line, run
 from posttrain.config.suites import data_of, rows_of
-from posttrain.data.dataset_files import make_rows
-from posttrain.data.raw_rows import local_files
+from posttrain.rl.data.dataset_files import make_rows
+from posttrain.rl.data.raw_rows import local_files
+from posttrain.store import Receipt, manifest_of
+from posttrain.store.data_folders import PASS, SUITE, wanted_rows
 
 
 def main() -> None:

@@ -7,7 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from posttrain.artifacts import (
+from posttrain.checkpoint.staging.node_local import require_content
+from posttrain.cli import RESOLVED, command_line, run
+from posttrain.config.suites import HELD_OUT
+from posttrain.plan.sizing.evaluation import serving_config
+from posttrain.rl.evaluation.heldout import evaluate_checkpoint, read_eval_tasks
+from posttrain.store import (
     Receipt,
     receipt_of,
     record_files,
@@ -16,11 +21,6 @@ from posttrain.artifacts import (
     write_json,
     write_receipt,
 )
-from posttrain.checkpoint.staging.node_local import require_content
-from posttrain.cli import RESOLVED, command_line, run
-from posttrain.config.suites import HELD_OUT
-from posttrain.evaluation.heldout import evaluate_checkpoint, read_eval_tasks
-from posttrain.planner.sizing.evaluation import serving_config
 
 
 def main() -> None:

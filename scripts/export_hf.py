@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from posttrain.artifacts import require_files
 from posttrain.checkpoint.export import (
     STEP,
     HubExport,
@@ -16,6 +15,7 @@ from posttrain.checkpoint.export import (
 from posttrain.checkpoint.formats.tied_copies import KEEP
 from posttrain.checkpoint.parts.steps import PART, SOURCE, make_part, source_of
 from posttrain.cli import RESOLVED, command_line, run
+from posttrain.store import require_files
 
 
 def main() -> None:

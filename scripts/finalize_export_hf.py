@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from posttrain.artifacts import read_receipt
 from posttrain.checkpoint.export import FINALIZE_STEP, STEP, HubExport
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
 from posttrain.checkpoint.parts.steps import JOIN, SOURCE, join_parts, source_of
 from posttrain.cli import command_line, run
+from posttrain.store import read_receipt
 
 
 def main() -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from posttrain.artifacts import Paths, write_receipt
 from posttrain.cli import RESOLVED, command_line, run
 from posttrain.errors import ConfigError, Problem
-from posttrain.training.fork import begin_fork
+from posttrain.rl.training.fork import begin_fork
+from posttrain.store import Paths, write_receipt
 
 
 def main() -> None:

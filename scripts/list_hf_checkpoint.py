@@ -7,7 +7,6 @@ from pathlib import Path
 
 import huggingface_hub
 
-from posttrain.artifacts import build_lock, read_receipt, receipt_of
 from posttrain.checkpoint.formats.hf_layout import check_source
 from posttrain.checkpoint.hub.client import is_needed, list_what_lies_there
 from posttrain.checkpoint.hub.download_parts import reopen
@@ -16,6 +15,7 @@ from posttrain.checkpoint.hub.listing import HubSource, list_files
 from posttrain.checkpoint.hub.local_folder import list_folder
 from posttrain.checkpoint.hub.retries import RetryRule
 from posttrain.cli import run
+from posttrain.store import build_lock, read_receipt, receipt_of
 
 
 def main() -> None:

@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.artifacts import Receipt, building, partial_of, receipt_of, record_files, write_json, write_receipt
 from posttrain.checkpoint.staging.node_local import require_content
 from posttrain.cli import RESOLVED, command_line, run
 from posttrain.errors import raise_if_any
-from posttrain.evaluation.lm_eval import evaluate_with_lm_eval
-from posttrain.planner.sizing.evaluation import serving_config
-from posttrain.preflight.lm_eval import find_lm_eval_problems
+from posttrain.plan.preflight.lm_eval import find_lm_eval_problems
+from posttrain.plan.sizing.evaluation import serving_config
+from posttrain.rl.evaluation.lm_eval import evaluate_with_lm_eval
+from posttrain.store import Receipt, building, partial_of, receipt_of, record_files, write_json, write_receipt
 
 
 def main() -> None:

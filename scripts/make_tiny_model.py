@@ -6,15 +6,15 @@ import dataclasses
 import time
 from typing import Any
 
-from posttrain.artifacts import Receipt, claim, record_files, write_receipt
 from posttrain.checkpoint.parts.steps import FOLDER
 from posttrain.checkpoint.tiny.model import make_tiny_model
 from posttrain.checkpoint.tiny.tokenizer import DIGITS, Vocabulary, vocabulary_of
 from posttrain.cli import RESOLVED, command_line, run
 from posttrain.config.data import Data, task_of
-from posttrain.data.dataset_files import reading_of
-from posttrain.data.reasoning_gym import generate_rows
-from posttrain.data.sort_digits import generate_prompts, num_possible_prompts
+from posttrain.rl.data.dataset_files import reading_of
+from posttrain.rl.data.reasoning_gym import generate_rows
+from posttrain.rl.data.sort_digits import generate_prompts, num_possible_prompts
+from posttrain.store import Receipt, claim, record_files, write_receipt
 
 MAX_WARM_UP_PROMPTS = 8192
 # A task may have few questions.

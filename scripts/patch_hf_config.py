@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from posttrain.artifacts import FileRecord, Receipt, require_files
 from posttrain.checkpoint.formats.hf_config import CONFIG, check_config
 from posttrain.checkpoint.formats.hf_layout import check_layout, read_object
 from posttrain.checkpoint.formats.patched_copy import patch_folder
@@ -17,8 +16,9 @@ from posttrain.checkpoint.formats.tied_copies import DROP, check_copies, differi
 from posttrain.checkpoint.parts.steps import FOLDER, SOURCE, make_folder
 from posttrain.cli import RESOLVED, command_line, run
 from posttrain.config.model_files import model_digests
-from posttrain.data.tokenizer_check import check_tokenizer
 from posttrain.errors import CheckpointError, raise_if_any
+from posttrain.rl.data.tokenizer_check import check_tokenizer
+from posttrain.store import FileRecord, Receipt, require_files
 
 
 def main() -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from posttrain.artifacts.weight_formats import recoding_of
 from posttrain.checkpoint.parts.converted_folder import RecodedFolder
 from posttrain.checkpoint.parts.steps import CALIBRATION, PART, SOURCE, make_part, source_of
 from posttrain.checkpoint.quantization.quantize import open_recoding
 from posttrain.cli import RESOLVED, command_line, run
 from posttrain.config.derived import recoding_settings
+from posttrain.store.weight_formats import recoding_of
 
 
 def main() -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from posttrain.artifacts import Receipt, read_receipt, receipt_of, record_files, write_json, write_receipt, write_text
 from posttrain.cli import command_line, run
-from posttrain.observability.report import render_report
-from posttrain.observability.report_data import ReportInputs, read_run
-from posttrain.observability.report_summary import print_summary, summarize
-from posttrain.observability.verdict import judge_run
+from posttrain.report.report import render_report
+from posttrain.report.report_data import ReportInputs, read_run
+from posttrain.report.report_summary import print_summary, summarize
+from posttrain.report.verdict import judge_run
+from posttrain.store import Receipt, read_receipt, receipt_of, record_files, write_json, write_receipt, write_text
 
 
 def main() -> None:

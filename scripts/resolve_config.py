@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from posttrain.artifacts import Paths, write_text
-from posttrain.artifacts.references import register_run
 from posttrain.cli import RESOLVED, command_line, run
 from posttrain.config.load import dump_resolved, dump_yaml
+from posttrain.store import Paths, write_text
+from posttrain.store.references import register_run
 
 
 def main() -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from posttrain.artifacts import require_files
 from posttrain.checkpoint.staging.node_local import StagedSource
 from posttrain.checkpoint.staging.node_weights import NodeWeights
 from posttrain.checkpoint.staging.staging_record import write_node_record
 from posttrain.cli import RESOLVED, command_line, run
+from posttrain.store import require_files
 
 
 def main() -> None:

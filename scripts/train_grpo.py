@@ -13,7 +13,18 @@ import argparse
 import time
 from pathlib import Path
 
-from posttrain.artifacts import (
+from posttrain.cli import command_line, run
+from posttrain.cluster.job import TrainingJob
+from posttrain.cluster.site import find_nodes, is_waiting_pod, rendezvous_path
+from posttrain.cluster.supervisor import supervise
+from posttrain.cluster.worker_pod import lend_this_pod
+from posttrain.config.load import load_resolved
+from posttrain.plan.preflight.machine import check_open_files
+from posttrain.plan.preflight.report import raise_problems
+from posttrain.plan.preflight.wandb_key import check_wandb
+from posttrain.report.provenance import record_run
+from posttrain.rl.training.checkpoints import CheckpointFolder
+from posttrain.store import (
     Receipt,
     read_receipt,
     receipt_of,
@@ -23,17 +34,6 @@ from posttrain.artifacts import (
     suite_folders,
     write_receipt,
 )
-from posttrain.cli import command_line, run
-from posttrain.config.load import load_resolved
-from posttrain.launch.job import TrainingJob
-from posttrain.launch.site import find_nodes, is_waiting_pod, rendezvous_path
-from posttrain.launch.supervisor import supervise
-from posttrain.launch.worker_pod import lend_this_pod
-from posttrain.observability.provenance import record_run
-from posttrain.preflight.machine import check_open_files
-from posttrain.preflight.report import raise_problems
-from posttrain.preflight.wandb_key import check_wandb
-from posttrain.training.checkpoints import CheckpointFolder
 
 
 def main() -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from posttrain.artifacts import require_files, write_json
-from posttrain.artifacts.group_permissions import shared
 from posttrain.checkpoint.quantization.quantization_report import verify_weights
 from posttrain.cli import command_line, run
+from posttrain.store import require_files, write_json
+from posttrain.store.group_permissions import shared
 
 
 def main() -> None:

@@ -15,8 +15,8 @@ from tests.support.workflow_runs import ROOT, WorkflowFolder
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
-from posttrain.artifacts import receipt_of
-from posttrain.planner.resolve import resolve
+from posttrain.plan.resolve import resolve
+from posttrain.store import receipt_of
 
 UNPICKLED = "unpickled.txt"
 # What takes longest begins first, so that two workers end together.

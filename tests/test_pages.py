@@ -10,13 +10,13 @@ import pytest
 from tests.support.chromium import measure_pages
 from tests.support.synthetic_run import REPOSITORY, make_run
 
-from posttrain.forecast.plan import build_plan
-from posttrain.forecast.plan_page import plan_title, render_plan
-from posttrain.observability.report import render_report
-from posttrain.observability.report_data import read_run, read_run_so_far
-from posttrain.observability.report_summary import summarize
-from posttrain.observability.verdict import judge_run
-from posttrain.planner.resolve import resolve
+from posttrain.plan.forecast.plan import build_plan
+from posttrain.plan.forecast.plan_page import plan_title, render_plan
+from posttrain.plan.resolve import resolve
+from posttrain.report.report import render_report
+from posttrain.report.report_data import read_run, read_run_so_far
+from posttrain.report.report_summary import summarize
+from posttrain.report.verdict import judge_run
 
 WIDTHS = (1400, 700)
 # A plan of a run as large as this takes a page of this height at first sight.
@@ -42,16 +42,16 @@ def write_rehearsal(path: Path) -> None:
     from posttrain_rehearsal.traces import Call, Trace
 
     resolved = resolve({"site": "local", "model": "glm5_4layer"}, REPOSITORY / "config")
-    holders = [["weights", "megatron_backend/model.py:103", 1 << 32]]
+    holders = [["weights", "rl/megatron_backend/model.py:103", 1 << 32]]
     call = ("allreduce_", "7", tuple(range(8)), ((8,),), "torch.float32", 32, None)
     traces = []
     for rank in (0, 1, 4):
         phases = [
             {"step": 1, "name": name, "peak": 1 << 33, "holders": holders, "host_peak": 0, "flops": 1, "moved": 1}
-            | {"kernels": 1, "waits": {"megatron_backend/train_step.py:217 (aten.index.Tensor)": 50}}
+            | {"kernels": 1, "waits": {"rl/megatron_backend/train_step.py:217 (aten.index.Tensor)": 50}}
             for name in ("rollout", "old_logprobs", "mismatch", "train", "weight_sync")
         ]
-        calls = [Call(*call, f"1 {phase['name']}", "megatron_backend/train_step.py:9") for phase in phases]
+        calls = [Call(*call, f"1 {phase['name']}", "rl/megatron_backend/train_step.py:9") for phase in phases]
         traces.append(Trace(rank, 1.0, None, phases, [[0, 1]], calls))
     path.write_text(render(outcome(resolved, resolved.config, traces, 61.0), plan_title(resolved.config)))
 

@@ -2,7 +2,7 @@
 
 `test_every_place_that_unpickles_is_known` finds the calls in our code, `tests/end_to_end/test_unpickling.py` what a
 whole run unpickles in anybody's. Training's doors have their payloads in
-`tests/unit/megatron_backend/test_checkpoint.py`.
+`tests/unit/rl/megatron_backend/test_checkpoint.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import torch
 from tests.support.payload import Payload
 from tests.support.tiny_checkpoint import TINY
 
-from posttrain.artifacts import Receipt, read_receipt
 from posttrain.checkpoint.export import open_trained
 from posttrain.checkpoint.formats.adopted_torch_dist import check_adoptable
 from posttrain.checkpoint.formats.hf_layout import check_source, read_object
@@ -31,13 +30,14 @@ from posttrain.checkpoint.quantization.calibration import Calibration
 from posttrain.checkpoint.staging.node_slices import torch_dist_files
 from posttrain.checkpoint.staging.staging_record import read_staging_record
 from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
-from posttrain.data.chat import ChatTokenizer
-from posttrain.data.dataset import load_prompts
-from posttrain.engines.tensor_payload import PayloadError, deserialize_bucket
 from posttrain.errors import CheckpointError, ConfigError
-from posttrain.observability.sinks import read_rows
-from posttrain.rollout.rollout_store import RolloutStore
-from posttrain.training.checkpoints import check_sizes
+from posttrain.report.sinks import read_rows
+from posttrain.rl.data.chat import ChatTokenizer
+from posttrain.rl.data.dataset import load_prompts
+from posttrain.rl.engines.tensor_payload import PayloadError, deserialize_bucket
+from posttrain.rl.rollout.rollout_store import RolloutStore
+from posttrain.rl.training.checkpoints import check_sizes
+from posttrain.store import Receipt, read_receipt
 
 ROOT = Path(__file__).parents[1]
 LIBRARY = ROOT / "workflow/src"
@@ -48,34 +48,37 @@ HARMLESS = ("json.load", "json.loads", "OmegaConf.load", "dist.recv", "tl.load")
 PLACES = {
     ("config/command_line.py", "yaml.load"): "BaseLoader makes texts, lists and mappings only",
     ("config/strict_yaml.py", "load"): "yaml.safe_load, or OmegaConf's loader, which makes no objects either",
-    ("evaluation/export_check.py", "load"): "of evaluation/layerwise.py",
+    ("rl/evaluation/export_check.py", "load"): "of rl/evaluation/layerwise.py",
     (
-        "evaluation/layerwise.py",
+        "rl/evaluation/layerwise.py",
         "AutoModelForCausalLM.from_pretrained",
     ): "trust_remote_code is off; we export safetensors",
     ("checkpoint/formats/torch_dist_format.py", "FormatUnpickler(file).load"): "the list of the format's classes",
     ("checkpoint/formats/torch_dist_format.py", "torch.load"): "weights_only",
     ("posttrain_rehearsal/disk.py", "FormatUnpickler(file).load"): "the list of the format's classes",
     ("checkpoint/formats/torch_dist_reader.py", "torch.load"): "weights_only",
-    ("megatron_backend/checkpoint.py", "strategy.load"): "SafeLoad",
+    ("rl/megatron_backend/checkpoint.py", "strategy.load"): "SafeLoad",
     (
-        "megatron_backend/checkpoint.py",
+        "rl/megatron_backend/checkpoint.py",
         "load_state_dict",
     ): "SafeLoad: tensors only, read with weights_only",
-    ("megatron_backend/checkpoint.py", "torch.nn.ModuleList(chunks).load_state_dict"): "takes tensors, reads nothing",
-    ("megatron_backend/optimizer_state.py", "part.load_state_dict"): "takes tensors, reads nothing",
-    ("engines/tensor_payload.py", "torch.load"): "weights_only",
-    ("engines/tensor_payload.py", "_TensorUnpickler(io.BytesIO(base64.b64decode(payload, validate=True))).load"): (
+    (
+        "rl/megatron_backend/checkpoint.py",
+        "torch.nn.ModuleList(chunks).load_state_dict",
+    ): "takes tensors, reads nothing",
+    ("rl/megatron_backend/optimizer_state.py", "part.load_state_dict"): "takes tensors, reads nothing",
+    ("rl/engines/tensor_payload.py", "torch.load"): "weights_only",
+    ("rl/engines/tensor_payload.py", "_TensorUnpickler(io.BytesIO(base64.b64decode(payload, validate=True))).load"): (
         "a list of two functions and of types"
     ),
-    ("engines/embedded/model.py", "model_class.config_class.from_pretrained"): "JSON",
-    ("data/chat.py", "AutoTokenizer.from_pretrained"): "trust_remote_code is off",
-    ("launch/handshake.py", "connection.recv"): "bytes of a socket",
+    ("rl/engines/embedded/model.py", "model_class.config_class.from_pretrained"): "JSON",
+    ("rl/data/chat.py", "AutoTokenizer.from_pretrained"): "trust_remote_code is off",
+    ("cluster/handshake.py", "connection.recv"): "bytes of a socket",
     ("posttrain_weights/channel.py", "self._group.recv"): "bytes into a tensor",
     ("posttrain_weights/channel.py", "group.recv"): "the same",
-    ("reward/worker.py", "pickle.loads"): "what the parent packed for this child",
-    ("reward/worker.py", "channel.recv"): "bytes of a socket",
-    ("reward/graders.py", "self._channel.recv"): "bytes of a socket, read as JSON",
+    ("rl/reward/worker.py", "pickle.loads"): "what the parent packed for this child",
+    ("rl/reward/worker.py", "channel.recv"): "bytes of a socket",
+    ("rl/reward/graders.py", "self._channel.recv"): "bytes of a socket, read as JSON",
 }
 
 
@@ -112,7 +115,7 @@ def test_what_ranks_send_each_other_as_pickles():
         for call in calls_in(path)
         if call.endswith(("_object", "_object_list")) and call.startswith("dist.")
     }
-    assert found <= {"megatron_backend/weights.py", "training/checkpoint_writer.py", "training/run.py"}
+    assert found <= {"rl/megatron_backend/weights.py", "rl/training/checkpoint_writer.py", "rl/training/run.py"}
 
 
 @pytest.mark.parametrize("call", ["torch.load"])

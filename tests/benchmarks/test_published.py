@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from benchmarks.published import MODELS, NEMO_RL, VLLM, FittedSystem, machine_of, main, step_time_accuracy
 
-from posttrain.planner.resolve import resolve
-from posttrain.planner.timing import rates
-from posttrain.planner.timing.decoding import DecodingGpus, decode_step_seconds
-from posttrain.planner.timing.flops import sequence_flops
-from posttrain.planner.timing.rates import TOLERANCE
+from posttrain.plan.resolve import resolve
+from posttrain.plan.timing import rates
+from posttrain.plan.timing.decoding import DecodingGpus, decode_step_seconds
+from posttrain.plan.timing.flops import sequence_flops
+from posttrain.plan.timing.rates import TOLERANCE
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,8 @@ from benchmarks.update_simulation import (
 )
 from benchmarks.weight_sync import kernels_of_a_part, layout_of
 
-from posttrain.planner.resolve import resolve
-from posttrain.planner.sizing.model_size import model_weights
+from posttrain.plan.resolve import resolve
+from posttrain.plan.sizing.model_size import model_weights
 from posttrain_weights.transfer_plan import plan_transfer
 
 SLOW = Transport(made=1e9, packed=1e9, sent=1e6, written=1e9)

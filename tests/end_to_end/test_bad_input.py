@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from tests.support.hub_server import HubServer
 from tests.support.workflow_runs import FAST, WorkflowFolder
 
-from posttrain.artifacts import part_receipt_of, receipt_of
+from posttrain.store import part_receipt_of, receipt_of
 
 pytestmark = pytest.mark.slow
 

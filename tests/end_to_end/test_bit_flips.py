@@ -15,10 +15,10 @@ import pytest
 from tests.support.fault_record import FaultRecord
 from tests.support.workflow_runs import ROOT, WorkflowFolder
 
-from posttrain.artifacts import Paths
 from posttrain.checkpoint.reference_logprobs import CANARY_NAME
 from posttrain.checkpoint.verification import find_uncovered, verify
-from posttrain.planner.resolve import resolve
+from posttrain.plan.resolve import resolve
+from posttrain.store import Paths
 
 pytestmark = pytest.mark.slow
 

@@ -13,8 +13,8 @@ from tests.support.served_in_foreground import EMBEDDED, serve, serving
 from tests.support.workflow_runs import WorkflowFolder
 
 from posttrain.checkpoint.reference_logprobs import CANARY_NAME, read_reference_logprobs
-from posttrain.data.chat import ChatTokenizer, stop_token_ids
-from posttrain.engines.ports import choose_free_ports
+from posttrain.rl.data.chat import ChatTokenizer, stop_token_ids
+from posttrain.rl.engines.ports import choose_free_ports
 
 pytestmark = pytest.mark.slow
 

@@ -118,7 +118,7 @@ def test_weights_that_come_to_a_node_in_another_way_train_the_same(
 def test_a_checkpoint_that_is_named_is_exported_and_nothing_is_trained(
     undisturbed: WorkflowFolder, workflow: WorkflowFolder
 ) -> None:
-    """Ours stands for another trainer's here; theirs are read in tests/unit/megatron_backend/test_other_trainers.py."""
+    """Ours stands for another trainer's here; theirs are read in test_other_trainers.py."""
     checkpoint = undisturbed.run_folder / "train" / "checkpoints" / "step_000004"
     workflow.settings |= {"export.checkpoint_folder": checkpoint}
     output = workflow.run()

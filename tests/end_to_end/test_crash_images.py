@@ -36,7 +36,8 @@ from tests.support.power_cut import Disk, new_disk
 from tests.support.resolved_words import words_with
 from tests.support.workflow_runs import WorkflowFolder
 
-from posttrain.artifacts import (
+from posttrain.rl.training.checkpoints import committed_checkpoints
+from posttrain.store import (
     manifest_of,
     part_receipt_of,
     partial_of,
@@ -45,7 +46,6 @@ from posttrain.artifacts import (
     require_files,
     write_text,
 )
-from posttrain.training.checkpoints import committed_checkpoints
 
 NUM_IMAGES = int(os.environ.get("POSTTRAIN_CRASH_IMAGES", "100"))
 # Of these, so many while `snakemake` runs the steps and keeps its own records on the same disk.

@@ -13,11 +13,11 @@ from tests.support.tiny_checkpoint import make_random_checkpoint
 from tests.support.workflow_runs import ROOT, WorkflowFolder
 
 from posttrain.config.schema import Architecture
-from posttrain.engines.launch_command import render_engine_command
-from posttrain.engines.ports import LOOPBACK, choose_free_ports
-from posttrain.engines.process import started_engines
-from posttrain.engines.secret import SECRET_VARIABLE
-from posttrain.planner.resolve import resolve
+from posttrain.plan.resolve import resolve
+from posttrain.rl.engines.launch_command import render_engine_command
+from posttrain.rl.engines.ports import LOOPBACK, choose_free_ports
+from posttrain.rl.engines.process import started_engines
+from posttrain.rl.engines.secret import SECRET_VARIABLE
 
 SECRET = "the secret of somebody else's engines"
 

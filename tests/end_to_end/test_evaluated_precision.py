@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from tests.support.workflow_runs import FAST, WorkflowFolder
 
-from posttrain.artifacts import read_receipt, receipt_of
-from posttrain.artifacts.garbage import delete_unused
+from posttrain.store import read_receipt, receipt_of
+from posttrain.store.garbage import delete_unused
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults("slow")]
 

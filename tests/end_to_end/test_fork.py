@@ -10,7 +10,7 @@ import torch
 from tests.support.workflow_runs import WorkflowFolder
 
 from posttrain.checkpoint.formats.torch_dist_reader import TorchDistReader
-from posttrain.observability.metrics import without_timings
+from posttrain.report.metrics import without_timings
 
 pytestmark = pytest.mark.slow
 

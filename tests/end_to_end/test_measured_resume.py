@@ -12,7 +12,7 @@ from tests.support.fault_record import FaultRecord
 from tests.support.interruptions import TRAINER, Kill, assert_same_training, find_processes, start
 from tests.support.workflow_runs import FAST, WorkflowFolder
 
-from posttrain.observability.rank_progress import EVALUATION, PROGRESS_VARIABLE, RankProgress, read_progress
+from posttrain.report.rank_progress import EVALUATION, PROGRESS_VARIABLE, RankProgress, read_progress
 
 NUM_STEPS = 11
 MEASURED = FAST | {

@@ -3,7 +3,7 @@
 The folder was made at commit dc71a9d by `snakemake --cores 2 --configfile small.yaml`, ended by SIGKILL when its
 first checkpoint, after step 2 of 4, was there; leases of the store, the W&B run and logs were left out. Losses are
 those of an undisturbed run of that commit; this version rounds otherwise (fused attention, other packing). That the
-checkpoint is loaded bit by bit is seen in `tests/unit/megatron_backend/test_checkpoint.py`.
+checkpoint is loaded bit by bit is seen in `tests/unit/rl/megatron_backend/test_checkpoint.py`.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def model_of(tensors: dict[str, torch.Tensor], store: Path, folder: Path):
     """Return transformers' model with these tensors."""
     from transformers import GlmMoeDsaForCausalLM
 
-    from posttrain.engines.embedded.stable_topk import make_indexers_stable
+    from posttrain.rl.engines.embedded.stable_topk import make_indexers_stable
 
     (source,) = store.glob("tiny/*/hf")
     shutil.copy(source / "config.json", folder)

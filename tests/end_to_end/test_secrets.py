@@ -19,7 +19,7 @@ def test_no_secret_leaves_the_environment(undisturbed: WorkflowFolder, store: Pa
     assert "steps (100%) done" in printed.read_text()
     assert len(list(undisturbed.folder.rglob("*"))) > 100
     seen = (undisturbed.folder / "command-lines.txt").read_text()
-    assert "posttrain.launch.trainer_rank" in seen
+    assert "posttrain.cluster.trainer_rank" in seen
     assert found_in(seen) == []
     assert found_below([undisturbed.folder, store]) == []
 

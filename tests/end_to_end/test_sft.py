@@ -11,7 +11,7 @@ import pytest
 from tests.support.interruptions import assert_gone, assert_same_training, start
 from tests.support.workflow_runs import FAST, WorkflowFolder
 
-from posttrain.artifacts import read_receipt
+from posttrain.store import read_receipt
 
 pytestmark = pytest.mark.slow
 

@@ -26,9 +26,9 @@ from tests.support.sglang_environment import PYTHON, require_mooncake, require_s
 from tests.support.tiny_checkpoint import TINY_DEEPSEEK, TINY_GLM4_MOE, TINY_QWEN3, make_random_checkpoint
 from tests.support.workflow_runs import FAST, WorkflowFolder
 
+from posttrain.cluster.processes import GRACE_SECONDS, ORPHAN_SECONDS
 from posttrain.config.schema import Architecture
-from posttrain.processes import GRACE_SECONDS, ORPHAN_SECONDS
-from posttrain.rollout.rollout_store import RolloutStore
+from posttrain.rl.rollout.rollout_store import RolloutStore
 
 ARCHITECTURE = dataclasses.replace(TINY_DEEPSEEK, rms_norm_eps=1e-6, num_nextn_predict_layers=0)
 ARCHITECTURES = {

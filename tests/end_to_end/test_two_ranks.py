@@ -12,8 +12,8 @@ import torch
 from tests.support.listening import RANK, assert_all_known, watched_sockets
 from tests.support.workflow_runs import ROOT, WorkflowFolder
 
-from posttrain.artifacts import receipt_of
 from posttrain.checkpoint.formats.torch_dist_reader import TorchDistReader
+from posttrain.store import receipt_of
 
 pytestmark = pytest.mark.slow
 
@@ -56,7 +56,7 @@ def test_two_ranks_under_the_supervisor(workflow: WorkflowFolder, undisturbed: W
         workflow.run("finalize_export_hf")
     compare_first_step(undisturbed.metrics(), workflow.metrics())
     assert_all_known(found, GLOO_GROUPS[name])
-    assert {"posttrain.engines.embedded", "train_grpo.py", RANK} <= {at.program for at in found}
+    assert {"posttrain.rl.engines.embedded", "train_grpo.py", RANK} <= {at.program for at in found}
     kept = workflow.run_folder / "train" / "rollouts"
     assert [path.name for path in sorted(kept.iterdir())] == [f"step_{step:06d}" for step in range(4)]
     assert_that_steps_are_repeatable(workflow)
@@ -84,8 +84,8 @@ def assert_that_steps_are_repeatable(workflow: WorkflowFolder) -> None:
 def test_two_ranks_under_torchrun(workflow: WorkflowFolder, undisturbed: WorkflowFolder, tmp_path: Path) -> None:
     """torchrun starts what the supervisor would, against an engine that is there already: expert and data parallel."""
     from posttrain.config.load import load_resolved
-    from posttrain.engines.process import running_engines
-    from posttrain.engines.secret import SECRET_VARIABLE
+    from posttrain.rl.engines.process import running_engines
+    from posttrain.rl.engines.secret import SECRET_VARIABLE
 
     workflow.settings |= TWO_RANKS | {"parallel.expert_model_parallel_size": 2}
     workflow.run("resolve_config", "stage_all_nodes")
@@ -107,7 +107,7 @@ def test_two_ranks_under_torchrun(workflow: WorkflowFolder, undisturbed: Workflo
         }
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         words = [str(word) for pair in arguments.items() for word in pair]
-        command = [*torchrun, "-m", "posttrain.launch.trainer_rank", *words]
+        command = [*torchrun, "-m", "posttrain.cluster.trainer_rank", *words]
         environment = {**workflow.env, SECRET_VARIABLE: engines[0].secret}
         ended = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False

@@ -24,13 +24,13 @@ from tests.support.spoiled_messages import SPOILED, Place, Spoil
 from tests.support.tiny_checkpoint import TINY_DEEPSEEK, TINY_GLM4_MOE, TINY_QWEN3, make_random_checkpoint
 
 from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
-from posttrain.engines.client import EngineClient
-from posttrain.engines.launch_command import render_engine_command
-from posttrain.engines.ports import choose_free_ports
-from posttrain.engines.process import check_all_alive, started_engines
-from posttrain.engines.responses import GenerateRequest
-from posttrain.engines.secret import new_secret
-from posttrain.planner.sizing.phases import ENGINE_CACHE, ENGINE_WEIGHTS
+from posttrain.plan.sizing.phases import ENGINE_CACHE, ENGINE_WEIGHTS
+from posttrain.rl.engines.client import EngineClient
+from posttrain.rl.engines.launch_command import render_engine_command
+from posttrain.rl.engines.ports import choose_free_ports
+from posttrain.rl.engines.process import check_all_alive, started_engines
+from posttrain.rl.engines.responses import GenerateRequest
+from posttrain.rl.engines.secret import new_secret
 
 NUM_UPDATES = 50
 NUM_RELEASES, IN_FLIGHT = 50, 32
@@ -89,13 +89,13 @@ def served(folder: Path, kind: str, num_ranks: int, monkeypatch: pytest.MonkeyPa
     rollout = dataclasses.replace(config.rollout, fp8=False)
     config = dataclasses.replace(config, engine=engine, rollout=rollout)
     initialize_single_rank(config)
-    from posttrain.megatron_backend.model import build_policy
-    from posttrain.megatron_backend.served_values import ServedValues
-    from posttrain.megatron_backend.weights import HubWeights
-    from posttrain.weight_sync.engine_layout import EngineShards
-    from posttrain.weight_sync.proof import WeightProof
-    from posttrain.weight_sync.publish import WeightPublisher
-    from posttrain.weight_sync.sharded import ShardedTransfer
+    from posttrain.rl.megatron_backend.model import build_policy
+    from posttrain.rl.megatron_backend.served_values import ServedValues
+    from posttrain.rl.megatron_backend.weights import HubWeights
+    from posttrain.rl.weight_sync.engine_layout import EngineShards
+    from posttrain.rl.weight_sync.proof import WeightProof
+    from posttrain.rl.weight_sync.publish import WeightPublisher
+    from posttrain.rl.weight_sync.sharded import ShardedTransfer
 
     policy = build_policy(config)
     weights = HubWeights(policy.chunks, arch)

@@ -12,8 +12,8 @@ import torch
 from tests.support.gpus import gpu
 from tests.support.megatron_single import run_ranks
 
-from posttrain.preflight import links
-from posttrain.preflight.node import check_gpus
+from posttrain.plan.preflight import links
+from posttrain.plan.preflight.node import check_gpus
 
 
 @pytest.mark.gpu

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from tests.support.chosen_keys import reference_kernel
 from tests.support.gpus import DEVICES, gpu
 
-from posttrain.algorithm.logprobs import chunked_logprobs
-from posttrain.megatron_backend.glm5.sparse_attention import attend, causal_mask, index_scores, select_topk
+from posttrain.rl.algorithm.logprobs import chunked_logprobs
+from posttrain.rl.megatron_backend.glm5.sparse_attention import attend, causal_mask, index_scores, select_topk
 
 Tensors = dict[str, torch.Tensor]
 T, HIDDEN, WORDS = 96, 64, 500
@@ -118,7 +118,7 @@ def test_attention_to_chosen_keys_in_the_space_of_latents(
     heads: int, device: str, name: str, dtype: torch.dtype
 ) -> None:
     """Megatron's kernel, with queries that see fewer keys than are kept; on a CPU the reference itself."""
-    from posttrain.megatron_backend.sparse_kernels import load_kernel
+    from posttrain.rl.megatron_backend.sparse_kernels import load_kernel
 
     kernel: Any = load_kernel(SimpleNamespace(sparse_attention=name)) or reference_kernel  # type: ignore[arg-type]
     rows = 2 * KEPT

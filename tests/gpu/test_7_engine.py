@@ -24,18 +24,18 @@ from tests.support.whole_weights import WholeWeights, alone
 
 from posttrain.checkpoint.reference_logprobs import ReferenceLogprobs, ReferencePrompt
 from posttrain.config.schema import Config
-from posttrain.data.chat import ChatTokenizer
-from posttrain.engines.client import EngineClient
-from posttrain.engines.embedded.model import load_model
-from posttrain.engines.embedded.weights import views_by_hub_name
-from posttrain.engines.launch_command import render_engine_command
-from posttrain.engines.ports import choose_free_ports
-from posttrain.engines.process import check_all_alive, started_engines
-from posttrain.engines.reference_logprobs import Held, hold
-from posttrain.engines.secret import new_secret
 from posttrain.errors import ConfigError
-from posttrain.planner.resolve import resolve
-from posttrain.planner.sizing.phases import ENGINE_CACHE, ENGINE_WEIGHTS
+from posttrain.plan.resolve import resolve
+from posttrain.plan.sizing.phases import ENGINE_CACHE, ENGINE_WEIGHTS
+from posttrain.rl.data.chat import ChatTokenizer
+from posttrain.rl.engines.client import EngineClient
+from posttrain.rl.engines.embedded.model import load_model
+from posttrain.rl.engines.embedded.weights import views_by_hub_name
+from posttrain.rl.engines.launch_command import render_engine_command
+from posttrain.rl.engines.ports import choose_free_ports
+from posttrain.rl.engines.process import check_all_alive, started_engines
+from posttrain.rl.engines.reference_logprobs import Held, hold
+from posttrain.rl.engines.secret import new_secret
 from posttrain_weights.transport import Transport
 
 pytestmark = [pytest.mark.slow, pytest.mark.sglang]
@@ -93,11 +93,11 @@ def configured(kind: str, device: str) -> Config:
 
 @contextmanager
 def served(folder: Path, kind: str, device: str) -> Iterator[Served]:
-    from posttrain.megatron_backend.served_values import ServedValues
-    from posttrain.weight_sync.engine_layout import EngineShards
-    from posttrain.weight_sync.proof import WeightProof
-    from posttrain.weight_sync.publish import WeightPublisher
-    from posttrain.weight_sync.sharded import ShardedTransfer
+    from posttrain.rl.megatron_backend.served_values import ServedValues
+    from posttrain.rl.weight_sync.engine_layout import EngineShards
+    from posttrain.rl.weight_sync.proof import WeightProof
+    from posttrain.rl.weight_sync.publish import WeightPublisher
+    from posttrain.rl.weight_sync.sharded import ShardedTransfer
 
     config, model = configured(kind, device), make_learned_checkpoint(folder / kind, ARCHITECTURES[kind])
     alone(folder)

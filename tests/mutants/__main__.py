@@ -4,7 +4,7 @@ A mutant is killed when a test fails; one that no test notices has to be argued 
 interrupted goes on where it stopped: what is known of a mutant holds until its module or a test of it changes.
 
     python -m tests.mutants                  # all of it: results in .test-results/mutants.json
-    python -m tests.mutants artifacts/lease  # some modules
+    python -m tests.mutants store/lease  # some modules
     python -m tests.mutants --all            # every mutant, not a sample of each module's
     python -m tests.mutants --show KEY       # one mutant as a diff, and what the tests say of it
 """
@@ -29,7 +29,7 @@ from tests.mutants.runner import TIMEOUT_SECONDS, MutantRunner, file_of, fingerp
 from tests.mutants.targets import FUNCTIONS, TARGETS
 from tests.support.workflow_runs import ROOT
 
-from posttrain.observability.progress import ProgressBar
+from posttrain.report.progress import ProgressBar
 
 RESULTS = ROOT / ".test-results" / "mutants.json"
 SURVIVORS = Path(__file__).with_name("survivors.json")
@@ -158,7 +158,7 @@ def show(name: str) -> int:
 def parse_arguments() -> argparse.Namespace:
     """Return the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("modules", nargs="*", help="such as artifacts/lease; by default all")
+    parser.add_argument("modules", nargs="*", help="such as store/lease; by default all")
     parser.add_argument("--all", action="store_true", help="try every mutant, not a sample")
     parser.add_argument("--show", help="a mutant's name, as in the table")
     return parser.parse_args()

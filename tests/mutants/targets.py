@@ -5,15 +5,15 @@ from __future__ import annotations
 UNIT = "tests/unit"
 # Where a module also does what other tests hold, only these of its functions are judged.
 FUNCTIONS = {
-    "engines/client": {
+    "rl/engines/client": {
         *("generate", "update_weights", "begin_update", "send_bucket", "end_update"),
         *("update_weights_from_disk", "_close_abandoned_update"),
     },
 }
 ANSWERS = (
-    *(f"{UNIT}/reward/test_{name}.py" for name in ("mathematics", "grade", "limits")),
-    f"{UNIT}/reward/test_verdicts.py::test_the_table_is_graded_as_it_says",
-    f"{UNIT}/reward/test_pairs.py::test_graders_agree_with_the_labels",
+    *(f"{UNIT}/rl/reward/test_{name}.py" for name in ("mathematics", "grade", "limits")),
+    f"{UNIT}/rl/reward/test_verdicts.py::test_the_table_is_graded_as_it_says",
+    f"{UNIT}/rl/reward/test_pairs.py::test_graders_agree_with_the_labels",
 )
 # Those that are quick: with the others, which wait for several deadlines, an edit takes a minute.
 GRADERS = (
@@ -26,7 +26,7 @@ GRADERS = (
     *("a_group_has_as_many_deadlines_as_answers", "the_deadline_is_each_answer_s_own"),
 )
 # With those of every layout, of every model, and of Transformers' own models, an edit takes a minute.
-SIZES = f"{UNIT}/planner/sizing/test_model_size.py"
+SIZES = f"{UNIT}/plan/sizing/test_model_size.py"
 PARAMETERS = tuple(
     f"{SIZES}::test_{name}"
     for name in (
@@ -45,7 +45,7 @@ PARAMETERS = tuple(
     )
 )
 LAYOUTS = tuple(
-    f"{UNIT}/planner/sizing/test_layout.py::test_{name}"
+    f"{UNIT}/plan/sizing/test_layout.py::test_{name}"
     for name in (
         *("no_small_layout_is_missed", "order_fits_first_then_the_shorter_update", "a_small_model_stays_whole"),
         *("the_published_recipe_is_among_the_first_that_fit", "idle_share_of_a_pipeline"),
@@ -55,7 +55,7 @@ LAYOUTS = tuple(
     )
 )
 SHARDED = tuple(
-    f"{UNIT}/weight_sync/test_transfer_faults.py::test_{name}"
+    f"{UNIT}/rl/weight_sync/test_transfer_faults.py::test_{name}"
     for name in (
         *("changes_bring_what_all_of_it_would_bring", "after_a_fault_or_a_new_engine_everything_comes"),
         *("weights_that_are_not_finite_get_no_version", "members_that_end_leave_no_version[2]"),
@@ -65,67 +65,67 @@ SHARDED = tuple(
 REHEARSED_PEAKS = "tests/posttrain_rehearsal/test_activations_cuda.py"
 TARGETS: dict[str, tuple[str, ...]] = {
     # What is learned.
-    "algorithm/policy_gradient": tuple(f"{UNIT}/algorithm/test_{name}.py" for name in ("advantage", "equations")),
-    "algorithm/objective": (f"{UNIT}/algorithm/test_equations.py",),
-    "algorithm/aggregation/__init__": (f"{UNIT}/algorithm/test_equations.py",),
+    "rl/algorithm/policy_gradient": tuple(f"{UNIT}/rl/algorithm/test_{name}.py" for name in ("advantage", "equations")),
+    "rl/algorithm/objective": (f"{UNIT}/rl/algorithm/test_equations.py",),
+    "rl/algorithm/aggregation/__init__": (f"{UNIT}/rl/algorithm/test_equations.py",),
     **{
-        f"algorithm/{part}": (f"{UNIT}/algorithm/test_equations.py",)
+        f"rl/algorithm/{part}": (f"{UNIT}/rl/algorithm/test_equations.py",)
         for part in (
             *("advantage/rloo", "advantage/reinforce_plus_plus_baseline", "level/sequence", "level/geometric"),
             *("clip/dual", "clip/cispo", "aggregation/micro_batch_mean", "aggregation/sample_mean"),
             *("aggregation/token_mean", "aggregation/constant", "correction/truncate", "correction/mask"),
         )
     },
-    "algorithm/advantage/grpo": (f"{UNIT}/algorithm/test_advantage.py",),
-    "algorithm/clip/decoupled": (f"{UNIT}/algorithm/test_decoupled_clip.py",),
-    "algorithm/logprobs": (f"{UNIT}/algorithm/test_logprobs.py",),
-    "batching/packing": (f"{UNIT}/batching/test_packing.py",),
-    "batching/packed_batch": (f"{UNIT}/batching/test_packed_batch.py",),
-    "engines/sampling_seed": (f"{UNIT}/engines/test_sampling_seed.py",),
-    "engines/client": (f"{UNIT}/engines/test_client.py",),
-    "rollout/response_text": (f"{UNIT}/rollout/test_response_text.py",),
-    "rollout/coordinator": (f"{UNIT}/rollout/test_coordinator.py",),
-    "rollout/offline_responses": (f"{UNIT}/rollout/test_offline_responses.py",),
-    "rollout/rollout_store": (f"{UNIT}/rollout/test_rollout_store.py",),
-    "rollout/broadcast": (f"{UNIT}/rollout/test_broadcast.py",),
-    "rollout/source": (f"{UNIT}/rollout/test_source.py",),
-    "megatron_backend/train_step": (
-        f"{UNIT}/megatron_backend/test_train_step.py",
+    "rl/algorithm/advantage/grpo": (f"{UNIT}/rl/algorithm/test_advantage.py",),
+    "rl/algorithm/clip/decoupled": (f"{UNIT}/rl/algorithm/test_decoupled_clip.py",),
+    "rl/algorithm/logprobs": (f"{UNIT}/rl/algorithm/test_logprobs.py",),
+    "rl/batching/packing": (f"{UNIT}/rl/batching/test_packing.py",),
+    "rl/batching/packed_batch": (f"{UNIT}/rl/batching/test_packed_batch.py",),
+    "rl/engines/sampling_seed": (f"{UNIT}/rl/engines/test_sampling_seed.py",),
+    "rl/engines/client": (f"{UNIT}/rl/engines/test_client.py",),
+    "rl/rollout/response_text": (f"{UNIT}/rl/rollout/test_response_text.py",),
+    "rl/rollout/coordinator": (f"{UNIT}/rl/rollout/test_coordinator.py",),
+    "rl/rollout/offline_responses": (f"{UNIT}/rl/rollout/test_offline_responses.py",),
+    "rl/rollout/rollout_store": (f"{UNIT}/rl/rollout/test_rollout_store.py",),
+    "rl/rollout/broadcast": (f"{UNIT}/rl/rollout/test_broadcast.py",),
+    "rl/rollout/source": (f"{UNIT}/rl/rollout/test_source.py",),
+    "rl/megatron_backend/train_step": (
+        f"{UNIT}/rl/megatron_backend/test_train_step.py",
         # What only several ranks show.
-        f"{UNIT}/megatron_backend/test_layouts.py::test_two_ranks_equal_one[data]",
-        f"{UNIT}/megatron_backend/test_layouts.py::test_two_ranks_equal_one[pipeline]",
+        f"{UNIT}/rl/megatron_backend/test_layouts.py::test_two_ranks_equal_one[data]",
+        f"{UNIT}/rl/megatron_backend/test_layouts.py::test_two_ranks_equal_one[pipeline]",
     ),
     # What is asked, and what an answer is worth.
     "config/reward_sum": (f"{UNIT}/config/test_reward_sum.py",),
-    "data/arrow_values": (f"{UNIT}/data/test_arrow_values.py",),
-    "data/keys": (f"{UNIT}/data/test_keys.py",),
-    "data/label_leak": (f"{UNIT}/data/test_label_leak.py",),
-    "data/messages": (f"{UNIT}/data/test_messages.py",),
-    "data/raw_rows": (f"{UNIT}/data/test_raw_rows.py",),
-    "data/rendered_prompts": (f"{UNIT}/data/test_rendered_prompts.py",),
-    "data/tool_calls": (f"{UNIT}/data/test_tool_calls.py",),
-    "data/unread_fields": (f"{UNIT}/data/test_unread_fields.py",),
-    "data/mixture": (f"{UNIT}/data/test_mixture.py",),
-    "data/overlap": (f"{UNIT}/data/test_overlap.py",),
-    "data/prompt_lengths": (f"{UNIT}/data/test_prompt_lengths.py",),
-    "reward/shape": (f"{UNIT}/reward/test_shape.py",),
-    **{f"reward/{part}": ANSWERS for part in ("mathematics", "equality", "notation")},
-    "reward/expression": (*ANSWERS, f"{UNIT}/reward/test_expression.py"),
-    "reward/answer": (f"{UNIT}/reward/test_grade.py",),
-    "reward/text": (f"{UNIT}/reward/test_text.py", f"{UNIT}/reward/test_verdicts.py"),
-    "reward/graders": (
-        *(f"{UNIT}/reward/test_graders.py::test_{name}" for name in GRADERS),
-        f"{UNIT}/reward/test_worker.py::test_memory_that_another_answer_has_kept_is_not_missing",
+    "rl/data/arrow_values": (f"{UNIT}/rl/data/test_arrow_values.py",),
+    "rl/data/keys": (f"{UNIT}/rl/data/test_keys.py",),
+    "rl/data/label_leak": (f"{UNIT}/rl/data/test_label_leak.py",),
+    "rl/data/messages": (f"{UNIT}/rl/data/test_messages.py",),
+    "rl/data/raw_rows": (f"{UNIT}/rl/data/test_raw_rows.py",),
+    "rl/data/rendered_prompts": (f"{UNIT}/rl/data/test_rendered_prompts.py",),
+    "rl/data/tool_calls": (f"{UNIT}/rl/data/test_tool_calls.py",),
+    "rl/data/unread_fields": (f"{UNIT}/rl/data/test_unread_fields.py",),
+    "rl/data/mixture": (f"{UNIT}/rl/data/test_mixture.py",),
+    "rl/data/overlap": (f"{UNIT}/rl/data/test_overlap.py",),
+    "rl/data/prompt_lengths": (f"{UNIT}/rl/data/test_prompt_lengths.py",),
+    "rl/reward/shape": (f"{UNIT}/rl/reward/test_shape.py",),
+    **{f"rl/reward/{part}": ANSWERS for part in ("mathematics", "equality", "notation")},
+    "rl/reward/expression": (*ANSWERS, f"{UNIT}/rl/reward/test_expression.py"),
+    "rl/reward/answer": (f"{UNIT}/rl/reward/test_grade.py",),
+    "rl/reward/text": (f"{UNIT}/rl/reward/test_text.py", f"{UNIT}/rl/reward/test_verdicts.py"),
+    "rl/reward/graders": (
+        *(f"{UNIT}/rl/reward/test_graders.py::test_{name}" for name in GRADERS),
+        f"{UNIT}/rl/reward/test_worker.py::test_memory_that_another_answer_has_kept_is_not_missing",
     ),
-    "reward/job": (f"{UNIT}/reward/test_job.py",),
-    "reward/own": (f"{UNIT}/reward/test_own.py",),
-    "reward/process_state": (f"{UNIT}/reward/test_process_state.py",),
-    "reward/address_check": (f"{UNIT}/reward/test_address_check.py",),
-    "reward/grade": (f"{UNIT}/reward/test_grade.py", f"{UNIT}/reward/test_task.py"),
-    "reward/judge": (f"{UNIT}/reward/test_judge.py", f"{UNIT}/reward/test_address_check.py"),
-    "reward/network": (f"{UNIT}/reward/test_network.py",),
-    "reward/service": (f"{UNIT}/reward/test_network.py", f"{UNIT}/reward/test_address_check.py"),
-    "reward/task": (f"{UNIT}/reward/test_task.py",),
+    "rl/reward/job": (f"{UNIT}/rl/reward/test_job.py",),
+    "rl/reward/own": (f"{UNIT}/rl/reward/test_own.py",),
+    "rl/reward/process_state": (f"{UNIT}/rl/reward/test_process_state.py",),
+    "rl/reward/address_check": (f"{UNIT}/rl/reward/test_address_check.py",),
+    "rl/reward/grade": (f"{UNIT}/rl/reward/test_grade.py", f"{UNIT}/rl/reward/test_task.py"),
+    "rl/reward/judge": (f"{UNIT}/rl/reward/test_judge.py", f"{UNIT}/rl/reward/test_address_check.py"),
+    "rl/reward/network": (f"{UNIT}/rl/reward/test_network.py",),
+    "rl/reward/service": (f"{UNIT}/rl/reward/test_network.py", f"{UNIT}/rl/reward/test_address_check.py"),
+    "rl/reward/task": (f"{UNIT}/rl/reward/test_task.py",),
     "http_answers": tuple(
         f"{UNIT}/test_http_answers.py::{name}"
         for name in (
@@ -134,30 +134,30 @@ TARGETS: dict[str, tuple[str, ...]] = {
         )
     ),
     "posttrain_serving/slurm_servers": ("tests/posttrain_serving/test_slurm_servers.py",),
-    "reward/scoring": (
-        f"{UNIT}/reward/test_scoring.py",
-        f"{UNIT}/reward/test_network.py::test_a_service_is_a_term_of_the_reward_like_any_other",
-        f"{UNIT}/reward/test_judge.py::test_a_judge_is_a_term_of_the_reward_like_any_other",
-        f"{UNIT}/reward/test_judge.py::test_a_prompt_that_changed_after_planning_is_not_asked",
+    "rl/reward/scoring": (
+        f"{UNIT}/rl/reward/test_scoring.py",
+        f"{UNIT}/rl/reward/test_network.py::test_a_service_is_a_term_of_the_reward_like_any_other",
+        f"{UNIT}/rl/reward/test_judge.py::test_a_judge_is_a_term_of_the_reward_like_any_other",
+        f"{UNIT}/rl/reward/test_judge.py::test_a_prompt_that_changed_after_planning_is_not_asked",
     ),
-    "training/no_signal_monitor": (f"{UNIT}/training/test_no_signal_monitor.py",),
+    "rl/training/no_signal_monitor": (f"{UNIT}/rl/training/test_no_signal_monitor.py",),
     "config/optimizer": (f"{UNIT}/config/test_optimizer.py",),
     "config/overrides": (f"{UNIT}/config/test_overrides.py",),
     "config/strict_yaml": (f"{UNIT}/config/test_strict_yaml.py",),
     "config/suites": (f"{UNIT}/config/test_suites.py",),
-    "training/step_evaluation": (f"{UNIT}/training/test_step_evaluation.py",),
-    "training/colocation": (f"{UNIT}/training/test_colocation.py",),
-    "weight_sync/engine_layout": (f"{UNIT}/weight_sync/test_engine_layout.py",),
+    "rl/training/step_evaluation": (f"{UNIT}/rl/training/test_step_evaluation.py",),
+    "rl/training/colocation": (f"{UNIT}/rl/training/test_colocation.py",),
+    "rl/weight_sync/engine_layout": (f"{UNIT}/rl/weight_sync/test_engine_layout.py",),
     "posttrain_weights/transfer_plan": ("tests/posttrain_weights/test_transfer_plan.py",),
-    "weight_sync/proof": (f"{UNIT}/weight_sync/test_proof.py",),
-    "weight_sync/publish": (f"{UNIT}/weight_sync/test_publish.py", SHARDED[1]),
-    "weight_sync/sharded": (
-        f"{UNIT}/weight_sync/test_sharded.py::test_a_rank_passes_on_what_comes_for_the_engine_on_its_gpu",
+    "rl/weight_sync/proof": (f"{UNIT}/rl/weight_sync/test_proof.py",),
+    "rl/weight_sync/publish": (f"{UNIT}/rl/weight_sync/test_publish.py", SHARDED[1]),
+    "rl/weight_sync/sharded": (
+        f"{UNIT}/rl/weight_sync/test_sharded.py::test_a_rank_passes_on_what_comes_for_the_engine_on_its_gpu",
         *SHARDED,
     ),
     # What is planned.
     **{
-        f"planner/sizing/{part}": tuple(f"{UNIT}/planner/sizing/test_{name}.py" for name in names)
+        f"plan/sizing/{part}": tuple(f"{UNIT}/plan/sizing/test_{name}.py" for name in names)
         for part, names in {
             "capacity": ("hardware",),
             "engine": ("engine", "hardware"),
@@ -171,17 +171,17 @@ TARGETS: dict[str, tuple[str, ...]] = {
             "node_copy": ("node_copy",),
         }.items()
     },
-    "planner/sizing/activations": (
-        *(f"{UNIT}/planner/sizing/test_{name}.py" for name in ("activations", "memory_phases")),
+    "plan/sizing/activations": (
+        *(f"{UNIT}/plan/sizing/test_{name}.py" for name in ("activations", "memory_phases")),
         REHEARSED_PEAKS,
     ),
-    "planner/sizing/activations_cuda": (REHEARSED_PEAKS,),
-    "planner/sizing/attention_cuda": (f"{UNIT}/planner/sizing/test_attention_cuda.py",),
-    "planner/sizing/layout": LAYOUTS,
-    "planner/sizing/layout_cost": (f"{UNIT}/planner/sizing/test_layout_cost.py", *LAYOUTS[3:5], LAYOUTS[8]),
-    "planner/sizing/model_size": PARAMETERS,
-    "planner/sizing/layout_choice": (f"{UNIT}/planner/sizing/test_layout_choice.py",),
-    "planner/sizing/export_check": (f"{UNIT}/planner/sizing/test_export_check.py",),
+    "plan/sizing/activations_cuda": (REHEARSED_PEAKS,),
+    "plan/sizing/attention_cuda": (f"{UNIT}/plan/sizing/test_attention_cuda.py",),
+    "plan/sizing/layout": LAYOUTS,
+    "plan/sizing/layout_cost": (f"{UNIT}/plan/sizing/test_layout_cost.py", *LAYOUTS[3:5], LAYOUTS[8]),
+    "plan/sizing/model_size": PARAMETERS,
+    "plan/sizing/layout_choice": (f"{UNIT}/plan/sizing/test_layout_choice.py",),
+    "plan/sizing/export_check": (f"{UNIT}/plan/sizing/test_export_check.py",),
     # What a launch script of others means.
     **{
         f"posttrain_import/{part}": tuple(f"tests/posttrain_import/test_{name}.py" for name in names)
@@ -202,18 +202,16 @@ TARGETS: dict[str, tuple[str, ...]] = {
         }.items()
     },
     # What stays on disk.
-    "artifacts/placeholders": (f"{UNIT}/artifacts/test_placeholders.py",),
-    "artifacts/receipts": tuple(
-        f"{UNIT}/artifacts/test_{name}.py" for name in ("receipts", "names", "claim", "building")
+    "store/placeholders": (f"{UNIT}/store/test_placeholders.py",),
+    "store/receipts": tuple(f"{UNIT}/store/test_{name}.py" for name in ("receipts", "names", "claim", "building")),
+    "store/lease": (
+        f"{UNIT}/store/test_lease.py",
+        f"{UNIT}/store/test_lease_holders.py",
+        f"{UNIT}/store/test_lease_clocks.py",
     ),
-    "artifacts/lease": (
-        f"{UNIT}/artifacts/test_lease.py",
-        f"{UNIT}/artifacts/test_lease_holders.py",
-        f"{UNIT}/artifacts/test_lease_clocks.py",
-    ),
-    "artifacts/durable": (f"{UNIT}/artifacts/test_durable.py", f"{UNIT}/artifacts/test_temporaries.py"),
-    "artifacts/garbage": (f"{UNIT}/artifacts/test_garbage.py", f"{UNIT}/artifacts/test_references.py"),
-    "training/checkpoints": (f"{UNIT}/training/test_checkpoints.py",),
+    "store/durable": (f"{UNIT}/store/test_durable.py", f"{UNIT}/store/test_temporaries.py"),
+    "store/garbage": (f"{UNIT}/store/test_garbage.py", f"{UNIT}/store/test_references.py"),
+    "rl/training/checkpoints": (f"{UNIT}/rl/training/test_checkpoints.py",),
     "checkpoint/formats/tokenizer_files": (
         f"{UNIT}/checkpoint/formats/test_tokenizer_files.py",
         f"{UNIT}/checkpoint/formats/test_patched_copy.py::test_a_repository_with_code_buffers_and_tiktoken_starts",
@@ -224,12 +222,12 @@ TARGETS: dict[str, tuple[str, ...]] = {
         f"{UNIT}/checkpoint/quantization/test_{name}.py" for name in ("fp8", "fp8_format")
     ),
     # What is said, and what is not.
-    "preflight/refusals": (f"{UNIT}/preflight/test_refusals.py",),
+    "plan/preflight/refusals": (f"{UNIT}/plan/preflight/test_refusals.py",),
     "errors": (f"{UNIT}/test_errors.py", f"{UNIT}/test_refused_writes.py"),
-    "engines/secret": (f"{UNIT}/engines/test_secret.py",),
-    "observability/report_page": (f"{UNIT}/observability/test_report_page.py",),
-    "observability/intervals": (f"{UNIT}/observability/test_intervals.py", f"{UNIT}/observability/test_verdict.py"),
-    "observability/verdict": (f"{UNIT}/observability/test_verdict.py", f"{UNIT}/observability/test_suite_results.py"),
+    "rl/engines/secret": (f"{UNIT}/rl/engines/test_secret.py",),
+    "report/report_page": (f"{UNIT}/report/test_report_page.py",),
+    "report/intervals": (f"{UNIT}/report/test_intervals.py", f"{UNIT}/report/test_verdict.py"),
+    "report/verdict": (f"{UNIT}/report/test_verdict.py", f"{UNIT}/report/test_suite_results.py"),
     "posttrain_serving/precision/deployment": ("tests/posttrain_serving/precision/test_deployment.py",),
-    "launch/status": (f"{UNIT}/commands/test_status.py",),
+    "cluster/status": (f"{UNIT}/commands/test_status.py",),
 }

@@ -12,9 +12,9 @@ import yaml
 
 from posttrain.config.command_line import read_request
 from posttrain.config.load import Resolved, merge
-from posttrain.planner.flags.megatron_flags import megatron_flags
-from posttrain.planner.flags.sglang_flags import engine_flags
-from posttrain.planner.sizing.layout_choice import choose_layout
+from posttrain.plan.flags.megatron_flags import megatron_flags
+from posttrain.plan.flags.sglang_flags import engine_flags
+from posttrain.plan.sizing.layout_choice import choose_layout
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "tests" / "fixtures" / "launch_scripts"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from posttrain.planner.resolve import resolve
+from posttrain.plan.resolve import resolve
 from posttrain_import.planned_flags import as_plain, disagreement, emitted
 from posttrain_import.row import Row, cells, row
 from posttrain_import.script import Given

@@ -15,8 +15,8 @@ from tests.unit.config.test_flags_page import keys_of
 from posttrain.config import schema
 from posttrain.config.fields import leaf_types
 from posttrain.config.request import WORKFLOW_KEYS
-from posttrain.planner.flags.megatron_flags import megatron_flags
-from posttrain.planner.flags.sglang_flags import engine_flags
+from posttrain.plan.flags.megatron_flags import megatron_flags
+from posttrain.plan.flags.sglang_flags import engine_flags
 from posttrain_import.page import with_tables
 from posttrain_import.table import ROWS, TABLES
 

@@ -9,12 +9,12 @@ import pytest
 
 from posttrain.config.derived import stage_chunks
 from posttrain.config.families import chooses_keys
-from posttrain.planner.resolve import resolve
-from posttrain.planner.sizing.activations import MicroBatch, fullest_micro_batch, most_in_flight
-from posttrain.planner.sizing.activations_cuda import WORKSPACE_BYTES, Moment, _moments, fullest_moment, kernel_bytes
-from posttrain.planner.sizing.assumptions import ASSUMPTIONS
-from posttrain.planner.sizing.memory import GIB
-from posttrain.planner.sizing.memory_phases import phase_memory
+from posttrain.plan.resolve import resolve
+from posttrain.plan.sizing.activations import MicroBatch, fullest_micro_batch, most_in_flight
+from posttrain.plan.sizing.activations_cuda import WORKSPACE_BYTES, Moment, _moments, fullest_moment, kernel_bytes
+from posttrain.plan.sizing.assumptions import ASSUMPTIONS
+from posttrain.plan.sizing.memory import GIB
+from posttrain.plan.sizing.memory_phases import phase_memory
 from posttrain_rehearsal.outcome import UNSEEN
 from posttrain_rehearsal.rank_subset import shallow
 from posttrain_rehearsal.sampled_shapes import rehearsed_row

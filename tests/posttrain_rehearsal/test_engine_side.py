@@ -12,7 +12,7 @@ from posttrain.checkpoint.formats.as_transformers import hub_config
 from posttrain.checkpoint.formats.hf_config import check_config, fixed_values
 from posttrain.checkpoint.formats.safetensors_io import TensorSpec
 from posttrain.config.load import Resolved
-from posttrain.planner.flags.sglang_flags import sglang_flags
+from posttrain.plan.flags.sglang_flags import sglang_flags
 from posttrain_rehearsal.engine_side import (
     VARIABLE,
     find_engine_problems,

@@ -16,20 +16,20 @@ from tests.support.requirements import require
 
 from posttrain.config.load import Resolved
 from posttrain.errors import ConfigError
-from posttrain.megatron_backend.host_copies import HostCopies
+from posttrain.rl.megatron_backend.host_copies import HostCopies
 from posttrain_rehearsal.start import home, simulated
 
 # On which stream each copy from the device runs, and whether its target is pinned.
 COPY = """
 import json, torch
 from posttrain.config.command_line import CONFIG_DIR
-from posttrain.planner.resolve import resolve
+from posttrain.plan.resolve import resolve
 from posttrain_rehearsal import stand_ins
 from posttrain_rehearsal.recorder import Recorder
 stand_ins.install(Recorder(), resolve({"model": "glm5_4layer", "site": "local"}, CONFIG_DIR).config)
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from posttrain.megatron_backend import host_copies
+from posttrain.rl.megatron_backend import host_copies
 told = []
 class Log(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

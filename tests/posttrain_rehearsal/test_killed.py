@@ -12,7 +12,7 @@ import pytest
 from tests.support.requirements import require
 from tests.support.workflow_runs import ROOT
 
-from posttrain.artifacts import read_json, write_json, write_text
+from posttrain.store import read_json, write_json, write_text
 from posttrain_rehearsal.start import VARIABLE
 
 # One rank of a small model, without engines' side.

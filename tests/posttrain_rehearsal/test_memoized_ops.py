@@ -2,8 +2,8 @@ from functools import partial
 
 import torch
 
-from posttrain.algorithm.logprobs import logit_chunks
-from posttrain.megatron_backend.glm5.sparse_attention import KeptKeys
+from posttrain.rl.algorithm.logprobs import logit_chunks
+from posttrain.rl.megatron_backend.glm5.sparse_attention import KeptKeys
 from posttrain_rehearsal.memoized_ops import _like_places, few_of_alike, once
 from posttrain_rehearsal.recorder import BLOCK, Recorder
 

@@ -11,7 +11,7 @@ from tests.support.megatron_single import CONFIG_DIR
 from tests.support.rehearsals import hold_against_plan, rehearsed
 
 from posttrain.errors import ConfigError
-from posttrain.planner.resolve import resolve
+from posttrain.plan.resolve import resolve
 
 SEED, NUM_DRAWN = 20261128, 30
 MODELS = sorted(path.stem for path in (CONFIG_DIR / "models").glob("*.yaml"))

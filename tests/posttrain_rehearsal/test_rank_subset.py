@@ -3,7 +3,7 @@ from tests.support.megatron_single import CONFIG_DIR
 
 from posttrain.config.derived import layers_per_stage
 from posttrain.config.families import chooses_keys
-from posttrain.planner.resolve import resolve
+from posttrain.plan.resolve import resolve
 from posttrain_rehearsal.rank_subset import members, rehearsed_config, shallow, stage_size, stages_of
 
 

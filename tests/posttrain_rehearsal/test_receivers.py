@@ -8,7 +8,7 @@ from tests.support.megatron_single import CONFIG_DIR
 from posttrain.checkpoint.formats.safetensors_io import TensorSpec
 from posttrain.config.derived import world_size
 from posttrain.config.schema import Config
-from posttrain.planner.resolve import resolve
+from posttrain.plan.resolve import resolve
 from posttrain_rehearsal.receivers import SimulatedEngineShards, engine_sizes, places_of
 from posttrain_weights.box import Box
 from posttrain_weights.transfer_plan import plan_transfer

@@ -9,7 +9,7 @@ from tests.support.megatron_single import CONFIG_DIR
 from tests.support.rehearsals import hold_against_plan, rehearsed
 from tests.support.workflow_runs import ROOT
 
-from posttrain.planner.resolve import resolve
+from posttrain.plan.resolve import resolve
 from posttrain_rehearsal.rank_subset import members
 
 # A few parameters on one node: rehearsed at every change, where the environment is there.

@@ -10,7 +10,7 @@ import torch
 
 from posttrain.config.load import Resolved
 from posttrain.errors import ConfigError
-from posttrain.planner.sizing.assumptions import ASSUMPTIONS, Assumptions
+from posttrain.plan.sizing.assumptions import ASSUMPTIONS, Assumptions
 from posttrain_rehearsal.sampled_shapes import SampledShapes, sampled_shapes_of
 from posttrain_rehearsal.samples import MadeUpRollouts, shortened
 from posttrain_rehearsal.script import Unknown

@@ -1,10 +1,10 @@
 import pytest
 from tests.support.megatron_single import CONFIG_DIR
 
-from posttrain.planner.resolve import resolve
-from posttrain.planner.sizing.activations import fullest_micro_batch
-from posttrain.planner.sizing.assumptions import ASSUMPTIONS
-from posttrain.training.batch import plan_rows, row_multiples
+from posttrain.plan.resolve import resolve
+from posttrain.plan.sizing.activations import fullest_micro_batch
+from posttrain.plan.sizing.assumptions import ASSUMPTIONS
+from posttrain.rl.training.batch import plan_rows, row_multiples
 from posttrain_rehearsal.samples import MadeUpRollouts, shortened
 
 RECIPES = sorted(path.stem for path in (CONFIG_DIR / "nodes").glob("*.yaml"))

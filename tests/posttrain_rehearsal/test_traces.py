@@ -5,15 +5,19 @@ from dataclasses import replace
 import pytest
 from tests.support.megatron_single import CONFIG_DIR
 
-from posttrain.planner.resolve import resolve
+from posttrain.plan.resolve import resolve
 from posttrain_rehearsal.traces import Call, Trace, find_problems
 
 GIB = 1 << 30
 CONFIG = resolve({"site": "local", "model": "glm5_4layer"}, CONFIG_DIR).config
-SUM = Call("allreduce_", "7", (0, 1), ((8,),), "torch.float32", 32, None, "1 train", "megatron_backend/train_step.py:9")
-SEND = Call("send", "9", (0, 1), ((4, 2),), "torch.bfloat16", 16, 1, "1 train", "megatron_backend/train_step.py:8")
+SUM = Call(
+    "allreduce_", "7", (0, 1), ((8,),), "torch.float32", 32, None, "1 train", "rl/megatron_backend/train_step.py:9"
+)
+SEND = Call("send", "9", (0, 1), ((4, 2),), "torch.bfloat16", 16, 1, "1 train", "rl/megatron_backend/train_step.py:8")
 RECEIVE = replace(SEND, name="recv_", peer=0)
-GRADIENTS = replace(SUM, place="megatron_backend/train_step.py:7 megatron/core/distributed/param_and_grad_buffer.py:3")
+GRADIENTS = replace(
+    SUM, place="rl/megatron_backend/train_step.py:7 megatron/core/distributed/param_and_grad_buffer.py:3"
+)
 
 
 def phase(step, name, *holders):
@@ -21,7 +25,7 @@ def phase(step, name, *holders):
     return {"step": step, "name": name, "peak": peak, "holders": holders, "host_peak": 0, "waits": {}}
 
 
-WEIGHTS = ("weights", "megatron_backend/model.py:103", 4 * GIB)
+WEIGHTS = ("weights", "rl/megatron_backend/model.py:103", 4 * GIB)
 PHASES = [phase(1, "train", WEIGHTS), phase(2, "rollout")]
 
 
@@ -41,13 +45,13 @@ def test_ranks_that_agree_have_no_problem():
 def test_another_call_of_a_member_is_a_hang(other):
     (found,) = told(trace(0, SUM), trace(1, *other))
     assert "hang: rank 0 calls allreduce_" in found
-    assert "look at megatron_backend/train_step.py:9" in found
+    assert "look at rl/megatron_backend/train_step.py:9" in found
 
 
 def test_a_call_of_a_backward_pass_is_named_with_the_line_before_it():
     backward = replace(SUM, place="megatron/core/transformer/moe/fused_a2a.py:199")
     (found,) = told(trace(0, SUM, backward), trace(1, SUM))
-    assert "look at megatron/core/transformer/moe/fused_a2a.py:199, after megatron_backend/train_step.py:9" in found
+    assert "look at megatron/core/transformer/moe/fused_a2a.py:199, after rl/megatron_backend/train_step.py:9" in found
 
 
 def test_amounts_that_values_decide_may_differ():
@@ -84,9 +88,9 @@ def test_other_groups_come_before_who_waits_in_them():
 
 
 def test_who_waits_for_a_rollout_on_its_gpu_is_named():
-    told_all = replace(SUM, name="broadcast_", phase="1 rollout", place="megatron_backend/plain_data.py:61")
+    told_all = replace(SUM, name="broadcast_", phase="1 rollout", place="rl/megatron_backend/plain_data.py:61")
     (found,) = told(trace(0, told_all), trace(1, told_all))
-    assert "rank 0 waits in NCCL's broadcast_ at megatron_backend/plain_data.py:61 while engines answer" in found
+    assert "rank 0 waits in NCCL's broadcast_ at rl/megatron_backend/plain_data.py:61 while engines answer" in found
     of_host = replace(told_all, of_host=True)
     assert told(trace(0, of_host), trace(1, of_host)) == []
 
@@ -102,7 +106,7 @@ def test_who_waits_for_a_rollout_on_its_gpu_is_named():
     ],
 )
 def test_what_does_not_sleep_in_the_turn_of_others_is_named(kind, name, is_told):
-    awake = kind, "megatron_backend/model.py:103", GIB
+    awake = kind, "rl/megatron_backend/model.py:103", GIB
     found = told(replace(trace(0), phases=[*PHASES, phase(1, name, awake)]))
     assert ["1.000 GiB" in words and f"of {kind} are awake on rank 0 in {name}" in words for words in found] == (
         [True] * is_told
@@ -112,10 +116,10 @@ def test_what_does_not_sleep_in_the_turn_of_others_is_named(kind, name, is_told)
 
 
 def test_what_outlives_its_step_is_named():
-    kept = ("activations", "megatron_backend/weights.py:150", GIB)
+    kept = ("activations", "rl/megatron_backend/weights.py:150", GIB)
     phases = [PHASES[0], phase(2, "rollout", kept)]
     (found,) = told(replace(trace(0), phases=phases))
-    assert "1.000 GiB of megatron_backend/weights.py:150 outlive their step on rank 0" in found
+    assert "1.000 GiB of rl/megatron_backend/weights.py:150 outlive their step on rank 0" in found
 
 
 @pytest.mark.parametrize(
@@ -127,7 +131,7 @@ def test_what_outlives_its_step_is_named():
     ],
 )
 def test_what_megatron_makes_for_us_outlives_its_step_but_for_the_last_message(made, is_told):
-    kept = ("activations", f"megatron_backend/train_step.py:176 {made}", GIB)
+    kept = ("activations", f"rl/megatron_backend/train_step.py:176 {made}", GIB)
     found = told(replace(trace(0), phases=[PHASES[0], phase(2, "rollout", kept)]))
     assert [made in problem for problem in found] == [True] * is_told
 
@@ -136,7 +140,7 @@ def test_too_little_memory_names_what_holds_most():
     room = CONFIG.hardware.memory_gib_per_gpu - 6
     assert told(trace(0), left_out_gib=lambda rank, phase: room - 4) == []
     (found,) = told(trace(0), left_out_gib=lambda rank, phase: room - 4 + 0.1)
-    assert "on rank 0 in train, most of it weights of megatron_backend/model.py:103" in found
+    assert "on rank 0 in train, most of it weights of rl/megatron_backend/model.py:103" in found
 
 
 def test_who_waited_for_a_rank_that_failed_is_no_finding():
@@ -149,7 +153,7 @@ def test_who_waited_for_a_rank_that_failed_is_no_finding():
 
 
 def part(key, *ranks):
-    return {"part": [key, [0], [8]], "ranks": [*ranks], "place": "megatron_backend/model.py:103"}
+    return {"part": [key, [0], [8]], "ranks": [*ranks], "place": "rl/megatron_backend/model.py:103"}
 
 
 @pytest.mark.parametrize(
@@ -164,10 +168,12 @@ def part(key, *ranks):
 def test_gradients_are_added_up_over_those_who_hold_the_weight(of_0, of_4, found):
     told_ = told(trace(0, reductions=[of_0]), trace(1, reductions=[part("norm", 1, 5)]), trace(4, reductions=[of_4]))
     assert len(told_) == len(found)
-    assert all(words in one and "megatron_backend/model.py:103" in one for words, one in zip(found, told_, strict=True))
+    assert all(
+        words in one and "rl/megatron_backend/model.py:103" in one for words, one in zip(found, told_, strict=True)
+    )
 
 
-def counted(found, what="tokens in an update", where="megatron_backend/train_step.py:9"):
+def counted(found, what="tokens in an update", where="rl/megatron_backend/train_step.py:9"):
     return [(what, 8, 8, where), (what, found, 8, where)]
 
 
@@ -176,7 +182,7 @@ def test_what_ranks_count_is_counted_once(what):
     assert told(trace(0, counted=counted(8))) == []
     (found,) = told(trace(0, counted=counted(16, what)))
     assert f"rank 0 counts 16 {what} of 8" in found
-    assert "look at megatron_backend/train_step.py:9" in found
+    assert "look at rl/megatron_backend/train_step.py:9" in found
 
 
 @pytest.mark.parametrize(("shapes", "count"), [(((4, 2),), 1), (((4, 3),), 2)])
@@ -191,10 +197,10 @@ def test_a_message_of_another_shape_comes_before_what_fails_for_it(shapes, count
 def test_a_sum_is_looked_for_where_it_was_made():
     (found,) = told(trace(0, counted=counted(16, where="")), trace(1, counted=counted(16)))
     assert "rank 1 counts 16 tokens in an update of 8" in found
-    assert "look at megatron_backend/train_step.py:9" in found
+    assert "look at rl/megatron_backend/train_step.py:9" in found
 
 
 def test_gradients_are_added_up_after_the_last_micro_batch():
-    (found,) = told(trace(0), trace(1, late=["megatron_backend/model.py:105"]))
+    (found,) = told(trace(0), trace(1, late=["rl/megatron_backend/model.py:105"]))
     assert "rank 1 gives gradients away to be added up" in found
-    assert "look at megatron_backend/model.py:105, and at `no_sync_func`" in found
+    assert "look at rl/megatron_backend/model.py:105, and at `no_sync_func`" in found

@@ -11,9 +11,9 @@ import pytest
 from tests.support.serving_cases import SGLANG, VLLM, launches
 from tests.support.sglang_environment import require_sglang, run_in_sglang
 from tests.support.vllm_environment import PYTHON, require_vllm, run_in_vllm
-from tests.unit.engines.test_flags_against_sglang import PARSE as PARSE_BY_SGLANG
+from tests.unit.rl.engines.test_flags_against_sglang import PARSE as PARSE_BY_SGLANG
 
-from posttrain.planner.flags.flag import as_arguments
+from posttrain.plan.flags.flag import as_arguments
 from posttrain_serving.flags.serving_flags import RENAMED
 from posttrain_serving.launch import Process
 

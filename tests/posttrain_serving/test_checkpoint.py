@@ -9,8 +9,8 @@ from tests.support.serving_cases import CONFIG_DIR, checkpoint, machine
 from tests.support.tiny_checkpoint import TINY, transformers_config
 
 from posttrain.errors import CheckpointError, ConfigError
-from posttrain.planner.flags.flag import as_mapping
-from posttrain.planner.resolve import resolve
+from posttrain.plan.flags.flag import as_mapping
+from posttrain.plan.resolve import resolve
 from posttrain_serving.checkpoint import find_checkpoint, of_run, served_name
 from posttrain_serving.launch import plan_launch
 from posttrain_serving.serve_request import ServeRequest

@@ -25,7 +25,7 @@ from tests.support.tiny_checkpoint import TINY_QWEN3, make_random_checkpoint
 
 from posttrain.__main__ import _answer as answer_serve
 from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
-from posttrain.engines.ports import choose_free_ports
+from posttrain.rl.engines.ports import choose_free_ports
 from posttrain_serving.servers import this_machine
 
 SECRET = "of those who may ask"

@@ -42,14 +42,14 @@ from posttrain.checkpoint.quantization.quantize import Quantization
 from posttrain.checkpoint.reference_logprobs import ReferenceLogprobs, ReferencePrompt, write_reference_logprobs
 from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
 from posttrain.config.schema import Architecture
-from posttrain.data.chat import ChatTokenizer
-from posttrain.engines.reference_logprobs import hold
-from posttrain.engines.responses import GenerateResult
-from posttrain.engines.secret import ENGINES_VARIABLE, SECRET_VARIABLE
 from posttrain.errors import ConfigError
-from posttrain.evaluation.heldout import EvalTask, GradedResponse, answer_eval_tasks, grade_responses
-from posttrain.planner.resolve import resolve
-from posttrain.reward.graders import GraderPool
+from posttrain.plan.resolve import resolve
+from posttrain.rl.data.chat import ChatTokenizer
+from posttrain.rl.engines.reference_logprobs import hold
+from posttrain.rl.engines.responses import GenerateResult
+from posttrain.rl.engines.secret import ENGINES_VARIABLE, SECRET_VARIABLE
+from posttrain.rl.evaluation.heldout import EvalTask, GradedResponse, answer_eval_tasks, grade_responses
+from posttrain.rl.reward.graders import GraderPool
 from posttrain.types import Prompt
 
 pytestmark = [pytest.mark.slow, pytest.mark.sglang]

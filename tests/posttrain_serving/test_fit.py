@@ -6,7 +6,7 @@ import pytest
 from tests.support.serving_cases import all_hardware, checkpoint, machine
 
 from posttrain.errors import ConfigError
-from posttrain.planner.sizing.engine import serving_gib_per_gpu
+from posttrain.plan.sizing.engine import serving_gib_per_gpu
 from posttrain_serving.fit import Size, choose_size
 from posttrain_serving.serve_request import ServeRequest
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from posttrain.engines.ports import choose_free_ports
-from posttrain.engines.process import EMBEDDED
+from posttrain.rl.engines.ports import choose_free_ports
+from posttrain.rl.engines.process import EMBEDDED
 from posttrain_serving.foreground import ENDING, serve_in_foreground, told_to_end
 from posttrain_serving.launch import Process
 

@@ -7,9 +7,9 @@ import yaml
 from tests.support.published_sizes import COOKBOOK
 from tests.support.serving_cases import CONFIG_DIR, checkpoint, launch, launches, machine
 
-from posttrain.planner.flags.flag import as_arguments, as_environment, as_mapping
-from posttrain.planner.flags.sglang_flags import sglang_flags
-from posttrain.planner.resolve import resolve
+from posttrain.plan.flags.flag import as_arguments, as_environment, as_mapping
+from posttrain.plan.flags.sglang_flags import sglang_flags
+from posttrain.plan.resolve import resolve
 from posttrain_serving.flags.serving_flags import INDEX_CACHE, RENAMED, serving_flags
 from posttrain_serving.launch import Launch, engine_config
 from posttrain_serving.serve_request import ServeRequest

@@ -13,7 +13,7 @@ from tests.support.serving_cases import checkpoint, launch, launches, machine
 from tests.support.small_checkpoint import tokenizer_config, write_object
 from tests.support.tiny_checkpoint import TINY, transformers_config
 
-from posttrain.planner.flags.flag import flag
+from posttrain.plan.flags.flag import flag
 from posttrain_serving.launch import plan_launch
 from posttrain_serving.script import patch_of, reason_of, render
 from posttrain_serving.serve_request import ServeRequest

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.artifacts import Receipt, receipt_of, write_receipt
 from posttrain.errors import CheckpointError, ConfigError
+from posttrain.store import Receipt, receipt_of, write_receipt
 from posttrain_serving.servers import (
     Server,
     digest_of,

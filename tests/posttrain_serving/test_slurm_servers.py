@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from posttrain.artifacts.processes import started_ticks
 from posttrain.errors import ConfigError
-from posttrain.planner.resolve import resolve
+from posttrain.plan.resolve import resolve
+from posttrain.store.processes import started_ticks
 from posttrain_serving.servers import Server, read_servers, serving, this_machine, write_server
 from posttrain_serving.slurm_servers import JOB_VARIABLE, job_of_this_process, place_in_job, stop, submit
 

@@ -8,9 +8,9 @@ from safetensors.torch import load_file, save_file
 from tests.support.checkpoint_store import DIMENSIONS, Store, make_store, make_torch_dist, run_here
 from tests.support.killing import run_killed
 
-from posttrain.artifacts import Receipt, read_receipt, receipt_of, record_files, require_files, write_receipt
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
 from posttrain.errors import CheckpointError, ConfigError
+from posttrain.store import Receipt, read_receipt, receipt_of, record_files, require_files, write_receipt
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from tests.support.evaluation_inputs import ROOT, make_inputs
 from tests.support.fault_record import FaultRecord
 from tests.support.killing import run_killed
 
-from posttrain.artifacts import read_json, receipt_of, record_files, require_files, write_receipt
-from posttrain.artifacts.receipts import Receipt
-from posttrain.data.sort_digits import generate_prompts
+from posttrain.rl.data.sort_digits import generate_prompts
+from posttrain.store import read_json, receipt_of, record_files, require_files, write_receipt
+from posttrain.store.receipts import Receipt
 
 
 def words_of(folder, overrides):

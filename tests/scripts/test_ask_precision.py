@@ -12,7 +12,7 @@ from tests.support.fault_record import FaultRecord
 from tests.support.killing import run_killed
 from tests.support.precisions import ask, make_checkpoints, said_by, words_of
 
-from posttrain.artifacts import read_receipt, receipt_of, require_files
+from posttrain.store import read_receipt, receipt_of, require_files
 from posttrain_serving.precision.precisions import NUM_LIKELIEST, read_said
 
 
@@ -69,7 +69,7 @@ def test_engines_that_the_job_has_started_say_the_same(asked: tuple[Path, list[o
     """As on several nodes: here this machine is the only one."""
     folder, words = asked
     checkpoint = ["--checkpoint", folder / "nvfp4", "--folder", tmp_path / "engines", "--precision", "nvfp4"]
-    around = [sys.executable, "-m", "posttrain.launch.beside_engines", *words[:2], *checkpoint, "--"]
+    around = [sys.executable, "-m", "posttrain.cluster.beside_engines", *words[:2], *checkpoint, "--"]
     before = read_said(said_by(folder, "nvfp4"))[0]
     ended = ask(folder, words, "nvfp4", folder / "nvfp4", around)
     assert ended.returncode == 0, ended.stderr

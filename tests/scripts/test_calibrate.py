@@ -17,7 +17,7 @@ from tests.support.killing import SCRIPTS
 from tests.support.resolved_words import words_with
 from tests.support.tiny_checkpoint import TRAINED
 
-from posttrain.artifacts import (
+from posttrain.store import (
     COVERAGE_NAME,
     Receipt,
     partial_of,
@@ -28,7 +28,7 @@ from posttrain.artifacts import (
     require_files,
     write_receipt,
 )
-from posttrain.artifacts.resolved_file import read_resolved
+from posttrain.store.resolved_file import read_resolved
 
 
 class Step:

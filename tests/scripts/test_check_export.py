@@ -15,9 +15,9 @@ from tests.support.resolved_words import words_with
 from tests.support.tiny_checkpoint import TINY
 from tests.support.workflow_runs import WorkflowFolder
 
-from posttrain.artifacts import read_json, read_receipt, receipt_of
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
 from posttrain.errors import ConfigError
+from posttrain.store import read_json, read_receipt, receipt_of
 
 
 @pytest.fixture

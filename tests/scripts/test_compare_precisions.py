@@ -8,11 +8,11 @@ from tests.support.fault_record import FaultRecord
 from tests.support.killing import LAYER_BY_LAYER, run_killed
 from tests.support.precisions import ask, make_checkpoints, run_script, said_by
 
-from posttrain.artifacts import Receipt, receipt_of, record_files, write_receipt
+from posttrain.store import Receipt, receipt_of, record_files, write_receipt
 from posttrain_serving.precision.divergence import CheckpointLogprobs, Sample, divergence
 
 # Nine of ten seconds are imports. Two threads that wait for each other take ten times as long on a busy machine.
-QUICK = {"imports": ["posttrain.evaluation.divergence", *LAYER_BY_LAYER], "env": {"OMP_NUM_THREADS": "1"}}
+QUICK = {"imports": ["posttrain.rl.evaluation.divergence", *LAYER_BY_LAYER], "env": {"OMP_NUM_THREADS": "1"}}
 
 
 def words_of(folder, words, checkpoints, output):

@@ -5,8 +5,8 @@ import pytest
 from tests.support.checkpoint_store import make_store, make_torch_dist, run_here
 from tests.support.killing import SCRIPTS, run_killed
 
-from posttrain.artifacts import part_receipt_of, partial_of, read_receipt, receipt_of, require_files
 from posttrain.errors import CheckpointError
+from posttrain.store import part_receipt_of, partial_of, read_receipt, receipt_of, require_files
 
 
 def test_a_part_survives_kills_and_ends_with_the_same_bytes(tmp_path):

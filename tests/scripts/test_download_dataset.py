@@ -11,9 +11,9 @@ from tests.support.hub_server import HubServer
 from tests.support.killing import SCRIPTS, run_killed
 from tests.support.resolved_words import words_with
 
-from posttrain.artifacts import read_receipt, receipt_of, require_files
 from posttrain.config.schema import Data
-from posttrain.data.dataset import load_prompts
+from posttrain.rl.data.dataset import load_prompts
+from posttrain.store import read_receipt, receipt_of, require_files
 
 DATA = Data(
     kind="sort_digits",

@@ -10,7 +10,7 @@ from tests.support.hub_server import HubServer
 from tests.support.killing import run_killed
 from tests.support.small_checkpoint import make_small_checkpoint
 
-from posttrain.artifacts import hash_file, part_receipt_of, partial_of, read_receipt, receipt_of, require_files
+from posttrain.store import hash_file, part_receipt_of, partial_of, read_receipt, receipt_of, require_files
 
 CANARY = "hf_canary0123456789"
 LARGE = "tokenizer.model"

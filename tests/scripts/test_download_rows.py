@@ -10,8 +10,8 @@ from tests.support.hub_server import HubServer
 from tests.support.killing import run_killed
 from tests.support.resolved_words import resolved_words
 
-from posttrain.artifacts import read_receipt, receipt_of, require_files
-from posttrain.data.dataset import load_prompts
+from posttrain.rl.data.dataset import load_prompts
+from posttrain.store import read_receipt, receipt_of, require_files
 
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}

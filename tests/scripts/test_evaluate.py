@@ -9,12 +9,12 @@ from tests.support.engines_of_others import SECRET, engines_of_others
 from tests.support.evaluation_inputs import NUM_PROMPTS, ROOT, make_inputs
 from tests.support.folders_in_parts import make_folder
 
-from posttrain.artifacts import Receipt, read_receipt, receipt_of, record_files, write_receipt
-from posttrain.artifacts.resolved_file import read_resolved
 from posttrain.checkpoint.parts.converted_folder import RecodedFolder
 from posttrain.checkpoint.quantization.quantize import Quantization
 from posttrain.checkpoint.reference_logprobs import ReferenceLogprobs, ReferencePrompt, write_reference_logprobs
-from posttrain.engines.secret import SECRET_VARIABLE
+from posttrain.rl.engines.secret import SECRET_VARIABLE
+from posttrain.store import Receipt, read_receipt, receipt_of, record_files, write_receipt
+from posttrain.store.resolved_file import read_resolved
 
 SCRIPT = ROOT / "scripts" / "evaluate.py"
 # 20 prompts x 3 samples in requests of 16 samples: batches that cut through the samples of a prompt.

@@ -4,8 +4,8 @@ import pytest
 from tests.support.checkpoint_store import make_store, make_torch_dist, run_here
 from tests.support.killing import run_killed
 
-from posttrain.artifacts import part_receipt_of, partial_of, read_receipt, receipt_of
 from posttrain.errors import CheckpointError
+from posttrain.store import part_receipt_of, partial_of, read_receipt, receipt_of
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ from tests.support.checkpoint_store import (
 )
 from tests.support.killing import run_killed
 
-from posttrain.artifacts import part_receipt_of, read_receipt, receipt_of
 from posttrain.checkpoint.export import final_weights_sha256
 from posttrain.checkpoint.reference_logprobs import (
     CANARY_NAME,
@@ -20,8 +19,9 @@ from posttrain.checkpoint.reference_logprobs import (
     read_reference_logprobs,
     write_reference_logprobs,
 )
-from posttrain.data.chat import stop_token_ids
 from posttrain.errors import CheckpointError
+from posttrain.rl.data.chat import stop_token_ids
+from posttrain.store import part_receipt_of, read_receipt, receipt_of
 
 
 @pytest.fixture

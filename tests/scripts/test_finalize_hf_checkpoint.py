@@ -5,7 +5,7 @@ import pytest
 from tests.support.downloading import NEEDED, StoreFolder, from_folder
 from tests.support.small_checkpoint import make_small_checkpoint
 
-from posttrain.artifacts import manifest_of, part_receipt_of, partial_of, read_receipt, receipt_of
+from posttrain.store import manifest_of, part_receipt_of, partial_of, read_receipt, receipt_of
 
 
 @pytest.fixture

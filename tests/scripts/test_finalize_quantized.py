@@ -16,11 +16,11 @@ from tests.support.killing import run_killed
 from tests.support.resolved_words import words_with
 from tests.support.tiny_checkpoint import TINY
 
-from posttrain.artifacts import part_receipt_of, partial_of, read_receipt, receipt_of
 from posttrain.checkpoint.formats.safetensors_io import INDEX_NAME, CheckpointReader
 from posttrain.checkpoint.quantization.quantized_names import layer_of, tensor_class
 from posttrain.errors import CheckpointError
-from posttrain.weight_sync.publish import untrained
+from posttrain.rl.weight_sync.publish import untrained
+from posttrain.store import part_receipt_of, partial_of, read_receipt, receipt_of
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ from tests.support.checkpoint_store import (
 from tests.support.killing import run_killed
 from tests.support.tiny_checkpoint import TINY
 
-from posttrain.artifacts import partial_of, read_receipt, receipt_of
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
 from posttrain.checkpoint.formats.torch_dist import verify_torch_dist
 from posttrain.errors import CheckpointError
+from posttrain.store import partial_of, read_receipt, receipt_of
 
 
 @pytest.fixture

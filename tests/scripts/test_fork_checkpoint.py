@@ -11,7 +11,7 @@ from tests.support.fault_record import FaultRecord
 from tests.support.killing import run_killed
 from tests.support.resolved_words import resolved_words
 
-from posttrain.artifacts import read_receipt
+from posttrain.store import read_receipt
 
 REPOSITORY = CONFIG_DIR.parent
 

@@ -11,8 +11,8 @@ import pytest
 from tests.support.checkpoint_store import NUM_PARTS, Store, assert_same_folder, make_store, run_here
 from tests.support.small_disk import remount, small_disk
 
-from posttrain.artifacts import build_lock
 from posttrain.errors import explain
+from posttrain.store import build_lock
 
 PAGE_BYTES = 4096
 # So many pages, or files, are left to a step before it is given all that it needs: it fails at another place each time.

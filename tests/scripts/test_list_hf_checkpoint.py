@@ -6,7 +6,7 @@ from tests.support.downloading import NEEDED, StoreFolder, from_folder, from_hub
 from tests.support.hub_server import HubServer
 from tests.support.small_checkpoint import make_small_checkpoint
 
-from posttrain.artifacts import manifest_of
+from posttrain.store import manifest_of
 
 
 @pytest.fixture

@@ -22,19 +22,19 @@ from tests.support.evaluation_inputs import make_inputs
 from tests.support.requirements import require
 from tests.support.workflow_runs import ROOT, WorkflowFolder
 
-from posttrain.artifacts import Paths, read_json, read_receipt, receipt_of
 from posttrain.checkpoint.reference_logprobs import read_reference_logprobs, write_reference_logprobs
 from posttrain.config.evaluation import Suite
 from posttrain.config.schema import Config
 from posttrain.config.suites import HELD_OUT
-from posttrain.data.chat import ChatTokenizer
-from posttrain.data.dataset_files import make_rows
-from posttrain.data.sort_digits import INSTRUCTION, generate_prompts
 from posttrain.errors import ConfigError
-from posttrain.evaluation import heldout
-from posttrain.evaluation.lm_eval import evaluate_with_lm_eval
-from posttrain.planner.resolve import resolve
-from posttrain.preflight.lm_eval import MADE
+from posttrain.plan.preflight.lm_eval import MADE
+from posttrain.plan.resolve import resolve
+from posttrain.rl.data.chat import ChatTokenizer
+from posttrain.rl.data.dataset_files import make_rows
+from posttrain.rl.data.sort_digits import INSTRUCTION, generate_prompts
+from posttrain.rl.evaluation import heldout
+from posttrain.rl.evaluation.lm_eval import evaluate_with_lm_eval
+from posttrain.store import Paths, read_json, read_receipt, receipt_of
 from posttrain.types import Prompt
 
 SCRIPT = ROOT / "scripts" / "lm_eval.py"

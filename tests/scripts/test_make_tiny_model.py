@@ -10,7 +10,7 @@ from tests.support.killing import SCRIPTS
 from tests.support.resolved_words import words_with
 from tests.support.tiny_checkpoint import TINY
 
-from posttrain.artifacts import read_receipt, receipt_of, require_files
+from posttrain.store import read_receipt, receipt_of, require_files
 
 # The same script on fewer steps, with every pass rate accepted.
 SHORT = """
@@ -85,7 +85,7 @@ def test_the_warmed_up_model_passes_as_often_as_it_should(tmp_path, seed):
 
     from posttrain.checkpoint.tiny.model import _examples, measure_pass_rate
     from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
-    from posttrain.data.sort_digits import generate_prompts
+    from posttrain.rl.data.sort_digits import generate_prompts
 
     architecture = dataclasses.replace(
         TINY, num_hidden_layers=4, intermediate_size=128, n_routed_experts=8, routed_scaling_factor=1.0

@@ -19,10 +19,10 @@ from tests.support.tiny_checkpoint import (
     write_shards,
 )
 
-from posttrain.artifacts import Receipt, read_receipt, receipt_of, record_files, require_files, write_receipt
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
 from posttrain.config.schema import Patch
 from posttrain.errors import ConfigError
+from posttrain.store import Receipt, read_receipt, receipt_of, record_files, require_files, write_receipt
 
 
 @pytest.fixture

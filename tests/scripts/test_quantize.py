@@ -6,7 +6,8 @@ from safetensors.torch import load_file, save_file
 from tests.support.checkpoint_store import make_quantized_store, make_store, run_here
 from tests.support.killing import run_killed
 
-from posttrain.artifacts import (
+from posttrain.errors import CheckpointError
+from posttrain.store import (
     Receipt,
     part_receipt_of,
     partial_of,
@@ -16,7 +17,6 @@ from posttrain.artifacts import (
     require_files,
     write_receipt,
 )
-from posttrain.errors import CheckpointError
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from tests.support.synthetic_run import make_run
 
-from posttrain.artifacts import read_receipt, receipt_of, record_files, write_receipt
 from posttrain.checkpoint.verification import verify
+from posttrain.store import read_receipt, receipt_of, record_files, write_receipt
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from tests.support.resolved_words import resolved_words
 
-from posttrain.artifacts.references import read_references
 from posttrain.config.load import load_resolved
-from posttrain.planner.resolve import resolve
+from posttrain.plan.resolve import resolve
+from posttrain.store.references import read_references
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIG_DIR = REPOSITORY / "config"

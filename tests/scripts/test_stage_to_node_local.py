@@ -9,7 +9,7 @@ import pytest
 from tests.support.killing import SCRIPTS, run_killed
 from tests.support.resolved_words import resolved_words
 
-from posttrain.artifacts import FORMAT_VERSIONS, Receipt, receipt_of, record_files, write_receipt
+from posttrain.store import FORMAT_VERSIONS, Receipt, receipt_of, record_files, write_receipt
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "config"
 

@@ -3,7 +3,7 @@ import json
 import pytest
 from tests.support.checkpoint_store import make_rollout_fp8, make_store, run_here
 
-from posttrain.artifacts import read_receipt, receipt_of
+from posttrain.store import read_receipt, receipt_of
 
 
 @pytest.fixture

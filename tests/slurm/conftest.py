@@ -14,7 +14,7 @@ from tests.support.slurm_folder import SlurmFolder
 from tests.support.workflow_runs import WorkflowFolder
 
 # By its name one of ours; ending ours by name would end it.
-BYSTANDER = "exec -a posttrain.launch.node sleep 3600"
+BYSTANDER = "exec -a posttrain.cluster.node sleep 3600"
 
 
 @pytest.fixture(scope="session")

@@ -12,11 +12,11 @@ from tests.support.slurm_cluster import Cluster
 from tests.support.slurm_folder import SlurmFolder
 from tests.support.workflow_runs import WorkflowFolder
 
-from posttrain.artifacts import require_files
+from posttrain.store import require_files
 
 pytestmark = pytest.mark.faults("slow")
 
-RANK = "posttrain.launch.calibration_rank"
+RANK = "posttrain.cluster.calibration_rank"
 SETTINGS = TWO_RANKS | {
     "serving.passes.deep.num_samples": 0,
     "serving.samples_per_shard": 1,

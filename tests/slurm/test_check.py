@@ -6,9 +6,9 @@ import pytest
 from tests.support.slurm_cluster import Cluster
 from tests.support.workflow_runs import ROOT
 
-from posttrain.planner.resolve import resolve
-from posttrain.preflight.report import Finding
-from posttrain.preflight.scheduler import check_scheduler
+from posttrain.plan.preflight.report import Finding
+from posttrain.plan.preflight.scheduler import check_scheduler
+from posttrain.plan.resolve import resolve
 
 
 def findings(settings: str = "", nodes: int = 4) -> list[Finding]:

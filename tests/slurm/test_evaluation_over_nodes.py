@@ -51,4 +51,4 @@ def test_all_end_with_a_part_of_the_engine_and_nothing_is_left(on_two_nodes: Slu
 
 def rank_of(words: list[str]) -> str:
     """Return which node of its engine a process is; empty for one that only watches another."""
-    return words[words.index("--node-rank") + 1] if "posttrain.processes" not in words else ""
+    return words[words.index("--node-rank") + 1] if "posttrain.cluster.processes" not in words else ""

@@ -11,7 +11,7 @@ from tests.support.slurm_cluster import Cluster
 from tests.support.slurm_folder import SlurmFolder
 from tests.support.workflow_runs import FAST, WorkflowFolder
 
-from posttrain.launch.slurm_query import JOB_PREFIX
+from posttrain.cluster.slurm_query import JOB_PREFIX
 
 pytestmark = pytest.mark.slow
 
@@ -52,7 +52,7 @@ def test_four_nodes_have_the_bits_of_one(on_slurm: SlurmFolder, workflow: Workfl
     assert (on_slurm.run_folder / "report.html").exists()
     and_the_meeting = len(silent_sockets(on_one_machine)) + 1
     assert_all_known(found, and_the_meeting, addresses=r"127\.0\.0\.1|10\.77\.0\.\d+")
-    assert {"posttrain.engines.embedded", "train_grpo.py", RANK, "srun"} <= {at.program for at in found}
+    assert {"posttrain.rl.engines.embedded", "train_grpo.py", RANK, "srun"} <= {at.program for at in found}
     on_slurm.nodes = 2
     assert "train tiny" not in on_slurm.run(), "what is trained stays trained, whatever the nodes"
 

@@ -39,5 +39,5 @@ def test_a_gang_starts_in_the_image(on_slurm: SlurmFolder, workflow: WorkflowFol
     on_slurm.run("train_grpo")
     workflow.run("train_grpo")
     assert_same_training(on_slurm, workflow)
-    supervisors = [words for words in runtime.calls() if "posttrain.launch.node" in words]
+    supervisors = [words for words in runtime.calls() if "posttrain.cluster.node" in words]
     assert len(supervisors) == 2, "one on each node"

@@ -17,7 +17,7 @@ from tests.support.slurm_cluster import Cluster
 from tests.support.slurm_folder import SlurmFolder
 from tests.support.workflow_runs import WorkflowFolder
 
-from posttrain.artifacts.lease import read_holder
+from posttrain.store.lease import read_holder
 
 pytestmark = [pytest.mark.faults("nodes"), pytest.mark.timeout(1800)]
 

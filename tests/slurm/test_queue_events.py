@@ -24,7 +24,7 @@ from tests.support.slurm_cluster import Cluster
 from tests.support.slurm_folder import SlurmFolder, as_user
 from tests.support.workflow_runs import WorkflowFolder
 
-from posttrain.artifacts.lease import read_holder
+from posttrain.store.lease import read_holder
 
 pytestmark = [pytest.mark.faults("queue"), pytest.mark.timeout(1800)]
 

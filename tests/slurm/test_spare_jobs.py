@@ -13,9 +13,9 @@ import pytest
 from tests.support.slurm_cluster import Cluster
 from tests.support.workflow_runs import ROOT
 
-from posttrain.launch.nodes import NodesLostError
-from posttrain.launch.slurm import SlurmAllocation
-from posttrain.planner.resolve import resolve
+from posttrain.cluster.nodes import NodesLostError
+from posttrain.cluster.slurm import SlurmAllocation
+from posttrain.plan.resolve import resolve
 
 CHOICE = {
     "model": "tiny",
@@ -26,8 +26,8 @@ CHOICE = {
 HEAD = """
 import json, signal, sys
 from pathlib import Path
-from posttrain.planner.resolve import resolve
-from posttrain.launch.slurm import SlurmAllocation
+from posttrain.plan.resolve import resolve
+from posttrain.cluster.slurm import SlurmAllocation
 choice, root, job, names, folder = json.loads(sys.argv[1])
 SlurmAllocation(job, names, resolve(choice, Path(root) / "config").config, Path(folder)).leave_out(names[1:2])
 print("submitted", flush=True)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from posttrain.algorithm.objective import TokenBatch
-from posttrain.algorithm.policy_gradient import PolicyGradient
-from posttrain.algorithm.settings import Algorithm
-from posttrain.planner.resolve import resolve
+from posttrain.plan.resolve import resolve
+from posttrain.rl.algorithm.objective import TokenBatch
+from posttrain.rl.algorithm.policy_gradient import PolicyGradient
+from posttrain.rl.algorithm.settings import Algorithm
 
 CONFIG_DIR = Path(__file__).parents[2] / "config"
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from posttrain.artifacts import Paths, write_json, write_text
 from posttrain.config.load import dump_resolved, dump_yaml
-from posttrain.planner.resolve import resolve
-from posttrain.training.checkpoints import CheckpointFolder
+from posttrain.plan.resolve import resolve
+from posttrain.rl.training.checkpoints import CheckpointFolder
+from posttrain.store import Paths, write_json, write_text
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "config"
 WEIGHTS = {"torch_dist-12345678": "a" * 64}

@@ -11,8 +11,8 @@ from tests.support.forked_snakemake import forked_snakemake
 from tests.support.workflow_runs import ROOT
 
 from posttrain.errors import ConfigError, raise_if_any
-from posttrain.planner.problems import find_problems
-from posttrain.planner.resolve import resolve
+from posttrain.plan.problems import find_problems
+from posttrain.plan.resolve import resolve
 
 CONFIG_DIR = ROOT / "config"
 NODE_COUNTS = (1, 2, 16, 24)

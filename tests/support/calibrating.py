@@ -1,6 +1,6 @@
 """Calibrations by gangs of ranks: undisturbed, in several layouts, and killed until they are through.
 
-The ranks run what the product's own ranks run (`training.calibration.calibrate`), forked off one process that has
+The ranks run what the product's own ranks run (`rl.training.calibration.calibrate`), forked off one process that has
 imported everything: a kill costs a second.
 """
 
@@ -37,7 +37,7 @@ def prepare(folder: Path, arch: Architecture = TRAINED) -> None:
 
     from posttrain.checkpoint.formats.torch_dist import Conversion
     from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
-    from posttrain.data.dataset_files import make_rows
+    from posttrain.rl.data.dataset_files import make_rows
 
     make_random_checkpoint(folder / "hf", arch, seed=6)
     make_tokenizer(arch.max_position_embeddings).save_pretrained(folder / "hf")
@@ -59,7 +59,7 @@ def config_of(num_ranks: int, parallel: Mapping[str, int], arch: Architecture = 
 
 def calibrate_here(folder: Path, config: Config, output: Path, made_from: str = "weights") -> None:
     """Be one rank."""
-    from posttrain.training.calibration import calibrate
+    from posttrain.rl.training.calibration import calibrate
 
     conversations = {name: folder / name for name in PASSES}
     calibrate(config, folder / "torch_dist", folder / "hf", conversations, made_from, output)

@@ -17,7 +17,7 @@ from tests.support.resolved_words import words_with
 from tests.support.small_checkpoint import tokenizer, write_object
 from tests.support.tiny_checkpoint import TINY, make_random_checkpoint
 
-from posttrain.artifacts import (
+from posttrain.store import (
     Receipt,
     part_receipt_of,
     read_receipt,

@@ -79,11 +79,11 @@ def updated(config: Config, checkpoint: Path, kernel: Any = None) -> dict[str, o
     from tests.support.hub_tensors import fill
     from tests.support.megatron_layouts import flat, gathered_logprobs, update_on
 
-    from posttrain.algorithm.policy_gradient import PolicyGradient
-    from posttrain.megatron_backend import train_step
-    from posttrain.megatron_backend.model import build_policy
-    from posttrain.megatron_backend.weights import HubWeights
-    from posttrain.training.batch import make_updates
+    from posttrain.rl.algorithm.policy_gradient import PolicyGradient
+    from posttrain.rl.megatron_backend import train_step
+    from posttrain.rl.megatron_backend.model import build_policy
+    from posttrain.rl.megatron_backend.weights import HubWeights
+    from posttrain.rl.training.batch import make_updates
 
     policy = build_policy(config)
     if kernel:

@@ -25,7 +25,7 @@ KERNELS_OF_A_CPU = {
 
 def layer_flops(layer: torch.nn.Module, hidden_size: int, length: int) -> int:
     """Return the operations of a layer's forward and backward pass on one sequence."""
-    from posttrain.megatron_backend.packed import PackedSequences
+    from posttrain.rl.megatron_backend.packed import PackedSequences
 
     row = PackedSequences.from_boundaries(torch.tensor([0, length]).int())
     x = torch.randn(length, 1, hidden_size, generator=torch.Generator().manual_seed(length), requires_grad=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.support.killing import SCRIPTS
 
-from posttrain.artifacts import manifest_of, part_receipt_of, receipt_of
+from posttrain.store import manifest_of, part_receipt_of, receipt_of
 
 NEEDED = [
     "chat_template.jinja",

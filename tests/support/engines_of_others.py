@@ -10,9 +10,9 @@ from tests.support.tiny_checkpoint import TINY, make_random_checkpoint
 
 from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
 from posttrain.config.schema import Config
-from posttrain.engines.launch_command import render_engine_command
-from posttrain.engines.ports import LOOPBACK, choose_free_ports
-from posttrain.engines.process import EngineProcess, started_engines
+from posttrain.rl.engines.launch_command import render_engine_command
+from posttrain.rl.engines.ports import LOOPBACK, choose_free_ports
+from posttrain.rl.engines.process import EngineProcess, started_engines
 
 SECRET = "the secret of somebody else's engines"
 

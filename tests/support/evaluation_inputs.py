@@ -6,9 +6,9 @@ from pathlib import Path
 from tests.support.resolved_words import resolved_words
 from tests.support.tiny_checkpoint import TINY, make_random_checkpoint
 
-from posttrain.artifacts import Receipt, receipt_of, record_files, write_receipt
 from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
-from posttrain.data.sort_digits import generate_prompts
+from posttrain.rl.data.sort_digits import generate_prompts
+from posttrain.store import Receipt, receipt_of, record_files, write_receipt
 
 ROOT = Path(__file__).parents[2]
 NUM_PROMPTS = 20

@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.support.workflow_runs import ROOT, WorkflowFolder
 
-from posttrain.planner.resolve import resolve
+from posttrain.plan.resolve import resolve
 
 # On CPUs SGLang wants to be told on which processor each rank is.
 TWO_RANKS: dict[str, object] = {

@@ -40,7 +40,7 @@ def inputs_in_transformers(folder: Path, arch: Architecture, sequences: Sequence
     """Return what transformers' model gives to its experts, each sequence by itself."""
     from transformers import AutoModelForCausalLM
 
-    from posttrain.engines.embedded.stable_topk import make_indexers_stable
+    from posttrain.rl.engines.embedded.stable_topk import make_indexers_stable
 
     ways = {"attn_implementation": "eager", "experts_implementation": "eager"}
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **ways).eval()

@@ -24,7 +24,7 @@ def main() -> None:
     from tests.support.megatron_single import test_config
     from tests.support.tiny_checkpoint import FAMILIES
 
-    from posttrain.megatron_backend.initialize import initialize
+    from posttrain.rl.megatron_backend.initialize import initialize
 
     folders = {family: Path(folder) for family, folder in arguments["folders"].items()}
     # Before Megatron's stand-ins for CUDA are in place: transformers loads models on the meta device, too.

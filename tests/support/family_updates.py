@@ -108,7 +108,7 @@ def lay_out(config: Any) -> None:
     """Join the other ranks, or lay all out anew."""
     from megatron.core import parallel_state
 
-    from posttrain.megatron_backend import initialize
+    from posttrain.rl.megatron_backend import initialize
 
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
@@ -134,11 +134,11 @@ def measure(config: Any, checkpoint: Path) -> dict[str, Any]:
     from megatron.core import parallel_state
     from tests.support.megatron_layouts import make_groups
 
-    from posttrain.algorithm.sft import SupervisedFineTuning
-    from posttrain.megatron_backend import train_step
-    from posttrain.megatron_backend.model import build_policy
-    from posttrain.megatron_backend.weights import HubWeights
-    from posttrain.training.batch import make_updates
+    from posttrain.rl.algorithm.sft import SupervisedFineTuning
+    from posttrain.rl.megatron_backend import train_step
+    from posttrain.rl.megatron_backend.model import build_policy
+    from posttrain.rl.megatron_backend.weights import HubWeights
+    from posttrain.rl.training.batch import make_updates
 
     policy, objective = build_policy(config), SupervisedFineTuning("token_mean", 32)
     weights = HubWeights(policy.chunks, config.model.architecture)

@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 
 from posttrain.config.load import Resolved
-from posttrain.planner.resolve import resolve
+from posttrain.plan.resolve import resolve
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "config"
 

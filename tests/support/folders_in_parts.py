@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
-from posttrain.artifacts import Receipt, part_receipt_of, read_receipt, receipt_of
 from posttrain.checkpoint.parts.steps import Making, join_parts, make_part
+from posttrain.store import Receipt, part_receipt_of, read_receipt, receipt_of
 
 INPUTS = {"hf_patched": "5" * 64}
 

@@ -17,8 +17,8 @@ SERVER = """
 import json, os, sys
 import snakemake.cli
 # What the Snakefile imports: a fork finds it there.
-import posttrain.launch.driver, posttrain.preflight.refusals, posttrain.training.lineage
-import posttrain.launch.container, posttrain.launch.slurm_job, posttrain.planner.job_needs
+import posttrain.cluster.driver, posttrain.plan.preflight.refusals, posttrain.rl.training.lineage
+import posttrain.cluster.container, posttrain.cluster.slurm_job, posttrain.plan.job_needs
 for line in sys.stdin:
     call = json.loads(line)
     child = os.fork()

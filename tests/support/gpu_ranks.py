@@ -27,7 +27,7 @@ from tests.support.replayed_routes import replaying, routed
 from tests.support.tiny_checkpoint import TRAINED
 
 from posttrain.config.schema import Config
-from posttrain.planner.resolve import resolve
+from posttrain.plan.resolve import resolve
 
 LEARNING_RATE = 1e-3
 
@@ -47,10 +47,10 @@ def update(order: dict[str, Any]) -> dict[str, Any]:
     """
     from megatron.core import parallel_state
 
-    from posttrain.algorithm.policy_gradient import PolicyGradient
-    from posttrain.megatron_backend import train_step
-    from posttrain.megatron_backend.weights import HubWeights
-    from posttrain.training.batch import make_updates
+    from posttrain.rl.algorithm.policy_gradient import PolicyGradient
+    from posttrain.rl.megatron_backend import train_step
+    from posttrain.rl.megatron_backend.weights import HubWeights
+    from posttrain.rl.training.batch import make_updates
 
     config = on_device(small_batches(test_config(TRAINED, **order["parallel"]), order["ranks"]), order["device"])
     trainer = dataclasses.replace(config.trainer, params_dtype=order["params_dtype"])
@@ -80,13 +80,13 @@ def steps(order: dict[str, Any]) -> dict[str, Any]:
     Args:
         order: device, request, of a configuration.
     """
-    from posttrain.algorithm.policy_gradient import PolicyGradient
-    from posttrain.megatron_backend import train_step
-    from posttrain.megatron_backend.sleep import SleepingTrainer
-    from posttrain.planner.sizing.memory import GIB
-    from posttrain.training.batch import make_updates
-    from posttrain.training.colocation import Colocation
-    from posttrain.training.phases import PhaseClock
+    from posttrain.plan.sizing.memory import GIB
+    from posttrain.rl.algorithm.policy_gradient import PolicyGradient
+    from posttrain.rl.megatron_backend import train_step
+    from posttrain.rl.megatron_backend.sleep import SleepingTrainer
+    from posttrain.rl.training.batch import make_updates
+    from posttrain.rl.training.colocation import Colocation
+    from posttrain.rl.training.phases import PhaseClock
     from posttrain_rehearsal.samples import MadeUpRollouts, shortened
 
     config = shortened(resolve(order["request"], CONFIG_DIR).config)
@@ -116,10 +116,10 @@ def steps(order: dict[str, Any]) -> dict[str, Any]:
 
 def beside_the_plan(config: Config, peaks: Counter[str], clock: Any, asleep_gib: float, lengths: list[int]) -> Any:
     """Return what was measured of the last step, and what the plan says of it."""
-    from posttrain.planner.sizing.memory_phases import phase_memory
-    from posttrain.planner.timing.step_time import optimizer_seconds, trainer_of
-    from posttrain.planner.timing.update_time import forward_causes, train_causes
-    from posttrain.training.utilisation import model_flops_utilisation
+    from posttrain.plan.sizing.memory_phases import phase_memory
+    from posttrain.plan.timing.step_time import optimizer_seconds, trainer_of
+    from posttrain.plan.timing.update_time import forward_causes, train_causes
+    from posttrain.rl.training.utilisation import model_flops_utilisation
     from posttrain_rehearsal.outcome import UNSEEN
 
     trainer, mean = trainer_of(config), sum(lengths) / len(lengths)
@@ -171,8 +171,8 @@ def on_device(config: Config, device: str) -> Config:
 
 def begin(config: Config) -> Any:
     """Join the others, and return the policy."""
-    from posttrain.megatron_backend.initialize import initialize
-    from posttrain.megatron_backend.model import build_policy
+    from posttrain.rl.megatron_backend.initialize import initialize
+    from posttrain.rl.megatron_backend.model import build_policy
 
     initialize(config)
     return build_policy(config)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from posttrain.megatron_backend.weights import HubWeights
+    from posttrain.rl.megatron_backend.weights import HubWeights
 
 
 @torch.no_grad()

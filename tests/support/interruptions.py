@@ -19,17 +19,17 @@ import psutil
 import torch
 from tests.support.workflow_runs import WorkflowFolder
 
-from posttrain.artifacts import FileRecord, partial_of, read_receipt, require_files
 from posttrain.checkpoint.formats.torch_dist_reader import TorchDistReader
+from posttrain.store import FileRecord, partial_of, read_receipt, require_files
 
 POLL_SECONDS = 0.003
 # A process that follows a dead driver ends at once; this is what the kernel and a busy machine may take.
 GONE_SECONDS = 10.0
 
 SUPERVISOR = "scripts/train_grpo.py"
-NODE = "posttrain.launch.node"
-TRAINER = "posttrain.launch.trainer_rank"
-ENGINE = "posttrain.engines.embedded"
+NODE = "posttrain.cluster.node"
+TRAINER = "posttrain.cluster.trainer_rank"
+ENGINE = "posttrain.rl.engines.embedded"
 # Rules with more than one job in the tests' configuration.
 NUM_JOBS = {
     "convert_hf_to_torch_dist": 2,

@@ -1,6 +1,6 @@
 """Trainings of two ranks that are killed again and again, in every phase of a step, until they are through.
 
-The ranks are the product's own (`launch.trainer_rank`), on rollouts that are on disk already, so that no engine is
+The ranks are the product's own (`cluster.trainer_rank`), on rollouts that are on disk already, so that no engine is
 asked. They are forked off one process that has imported everything: a kill costs a second.
 """
 
@@ -24,10 +24,10 @@ from tests.support.tiny_checkpoint import make_random_checkpoint
 from posttrain.checkpoint.formats.torch_dist_reader import TorchDistReader
 from posttrain.config.load import Resolved, dump_resolved
 from posttrain.config.schema import Architecture
-from posttrain.observability.metrics import without_timings
-from posttrain.observability.rank_progress import PROGRESS_VARIABLE, read_progress
-from posttrain.observability.sinks import read_rows
-from posttrain.rollout.rollout_store import RolloutStore
+from posttrain.report.metrics import without_timings
+from posttrain.report.rank_progress import PROGRESS_VARIABLE, read_progress
+from posttrain.report.sinks import read_rows
+from posttrain.rl.rollout.rollout_store import RolloutStore
 
 # What a rank says of itself; nothing before its first step, while it joins the other and loads its state.
 START = "start"
@@ -134,7 +134,7 @@ def attempt(
 
 def train(folder: Path, run: str, progress: Path) -> None:
     """Be one rank."""
-    from posttrain.launch import trainer_rank
+    from posttrain.cluster import trainer_rank
 
     if os.environ["RANK"] == "0":
         os.environ[PROGRESS_VARIABLE] = str(progress)

@@ -148,7 +148,7 @@ def _sync_folders_only(descriptor: int, sync: Callable[[int], None] = os.fsync) 
 
 
 def _check_claim(claim: list[str] | None, must_be_there: bool) -> None:
-    from posttrain.artifacts import require_files
+    from posttrain.store import require_files
 
     if claim and (must_be_there or Path(claim[1]).exists()):
         require_files(Path(claim[0]), Path(claim[1]), content=True)

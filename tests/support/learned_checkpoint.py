@@ -14,8 +14,8 @@ from tests.support.tiny_checkpoint import make_random_checkpoint, write_shards
 
 from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
 from posttrain.config.schema import Architecture
-from posttrain.engines.embedded.model import load_model
-from posttrain.engines.embedded.weights import views_by_hub_name
+from posttrain.rl.engines.embedded.model import load_model
+from posttrain.rl.engines.embedded.weights import views_by_hub_name
 
 # Letters and digits of the tiny tokenizer: each is a text of its own.
 FIRST, LAST = 2, 38

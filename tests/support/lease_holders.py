@@ -7,7 +7,7 @@ import json
 import os
 from pathlib import Path
 
-from posttrain.artifacts.lease import Holder
+from posttrain.store.lease import Holder
 
 
 def plant(folder: Path, holder: Holder, heartbeat_unix: float | None = None) -> Path:

@@ -113,7 +113,7 @@ class Known:
         return bool(re.fullmatch(self.kind, found.kind) and re.fullmatch(self.program, found.program) and said)
 
 
-RANK = "posttrain.launch.trainer_rank"
+RANK = "posttrain.cluster.trainer_rank"
 CLOSED = "closed|ConnectionResetError|ConnectionRefusedError|BrokenPipeError"
 # By their names in the docs.
 KNOWN = {

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from posttrain.engines.responses import has_left
-from posttrain.weight_sync.engine_layout import CODES
+from posttrain.rl.engines.responses import has_left
+from posttrain.rl.weight_sync.engine_layout import CODES
 from posttrain_weights.box import Box, whole_box
 from posttrain_weights.channel import Channel
 from posttrain_weights.digest import Digester, as_text, together

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from posttrain.config.schema import Architecture, Config
-from posttrain.planner.sizing.activations import MicroBatch
+from posttrain.plan.sizing.activations import MicroBatch
 
 
 def main() -> None:
@@ -50,11 +50,11 @@ def measure(config: Config) -> dict[str, object]:
     from megatron.core import parallel_state
     from tests.support.megatron_layouts import make_groups, optimizer_tensors
 
-    from posttrain.algorithm.policy_gradient import PolicyGradient
-    from posttrain.megatron_backend import train_step
-    from posttrain.megatron_backend.initialize import initialize, shut_down
-    from posttrain.megatron_backend.model import build_policy
-    from posttrain.training.batch import make_updates
+    from posttrain.rl.algorithm.policy_gradient import PolicyGradient
+    from posttrain.rl.megatron_backend import train_step
+    from posttrain.rl.megatron_backend.initialize import initialize, shut_down
+    from posttrain.rl.megatron_backend.model import build_policy
+    from posttrain.rl.training.batch import make_updates
 
     # The next configuration meets at another port: the last one's store may linger.
     os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
@@ -116,7 +116,7 @@ class _SavedTensors:
 
 def staged_by_a_save(policy) -> int:
     """Return the most bytes of weights and state that a save has beside those that lie there anyway."""
-    from posttrain.megatron_backend.checkpoint import prepare_save
+    from posttrain.rl.megatron_backend.checkpoint import prepare_save
 
     with tempfile.TemporaryDirectory() as folder:
         shared = [folder]

@@ -22,9 +22,9 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch.overrides import TorchFunctionMode
 
 from posttrain.config.schema import Config
-from posttrain.megatron_backend.arguments import transformer_config
-from posttrain.megatron_backend.glm5.norm import RMSNorm
-from posttrain.megatron_backend.layer_spec import block_spec
+from posttrain.rl.megatron_backend.arguments import transformer_config
+from posttrain.rl.megatron_backend.glm5.norm import RMSNorm
+from posttrain.rl.megatron_backend.layer_spec import block_spec
 
 METADATA = {"non_homogeneous_layers": True}
 

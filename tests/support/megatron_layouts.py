@@ -73,13 +73,13 @@ def small_batches(config: Config, ranks: int, batch: int = 12) -> Config:
 def run(config: Config, checkpoint: Path, folder: Path, other: Path | None) -> dict[str, object]:
     from megatron.core import parallel_state
 
-    from posttrain.algorithm.policy_gradient import PolicyGradient
-    from posttrain.megatron_backend import train_step
-    from posttrain.megatron_backend.checkpoint import load_training_state, prepare_save
-    from posttrain.megatron_backend.initialize import initialize
-    from posttrain.megatron_backend.model import build_policy
-    from posttrain.megatron_backend.weights import HubWeights
-    from posttrain.training.batch import make_updates
+    from posttrain.rl.algorithm.policy_gradient import PolicyGradient
+    from posttrain.rl.megatron_backend import train_step
+    from posttrain.rl.megatron_backend.checkpoint import load_training_state, prepare_save
+    from posttrain.rl.megatron_backend.initialize import initialize
+    from posttrain.rl.megatron_backend.model import build_policy
+    from posttrain.rl.megatron_backend.weights import HubWeights
+    from posttrain.rl.training.batch import make_updates
 
     initialize(config)
     policy = build_policy(config)
@@ -139,7 +139,7 @@ def count_not_served(policy, weights, tensors, strategy: str) -> list[int]:
     before; and all of it when the pass is over.
     """
     from posttrain.checkpoint.quantization.quantized_names import layer_of
-    from posttrain.megatron_backend.quantized_weights import QuantizedWeights
+    from posttrain.rl.megatron_backend.quantized_weights import QuantizedWeights
 
     values, held = as_served(weights, tensors, strategy)
     shards, wrong = values.shards, {}
@@ -166,7 +166,7 @@ def count_not_served(policy, weights, tensors, strategy: str) -> list[int]:
 
 def count_other_digests(values, held) -> int:
     """Return how many tensors have another digest as shards of all ranks than whole."""
-    from posttrain.weight_sync.proof import Digests
+    from posttrain.rl.weight_sync.proof import Digests
     from posttrain_weights.box import whole_box
     from posttrain_weights.digest import Digester
     from posttrain_weights.transfer_plan import EngineSlice
@@ -197,8 +197,8 @@ def count_received_otherwise(config, values, weights, tensors, held, strategy: s
     """Return how many parts of engines' ranks have other bits than the whole tensors after two sharded transfers."""
     from tests.support.loopback_engines import LoopbackEngines
 
-    from posttrain.weight_sync.engine_layout import EngineShards
-    from posttrain.weight_sync.sharded import ShardedTransfer
+    from posttrain.rl.weight_sync.engine_layout import EngineShards
+    from posttrain.rl.weight_sync.sharded import ShardedTransfer
 
     sent = {name: (spec.shape, spec.dtype) for name, spec in values.sent_specs.items()}
     is_first = dist.get_rank() == 0
@@ -215,7 +215,7 @@ def count_received_otherwise(config, values, weights, tensors, held, strategy: s
 
 
 def begin_digests(engine_shards):
-    from posttrain.weight_sync.proof import Digests
+    from posttrain.rl.weight_sync.proof import Digests
 
     return Digests(b"key", engine_shards.held.parts, torch.device("cpu"))
 
@@ -228,7 +228,7 @@ def received_otherwise(engines, weights, tensors, held, strategy: str, digests=N
     from tests.support.loopback_engines import cut_from
 
     from posttrain.checkpoint.quantization.fp8 import Fp8Format
-    from posttrain.weight_sync.engine_layout import CODES
+    from posttrain.rl.weight_sync.engine_layout import CODES
     from posttrain_weights.digest import Digester
 
     codes = quantised({name: tensors[name] for name in weights.names}, Fp8Format(strategy)) if strategy else {}
@@ -256,7 +256,7 @@ def equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 def as_served(weights, tensors, strategy: str):
     """Return what engines have of each rank's shards, and of whole tensors: quantised in one piece, and back."""
     from posttrain.checkpoint.quantization.fp8 import Fp8Format, dequantize
-    from posttrain.megatron_backend.served_values import ServedValues
+    from posttrain.rl.megatron_backend.served_values import ServedValues
 
     if not strategy:
         return ServedValues(weights, None), {name: tensors[name] for name in weights.names}
@@ -270,9 +270,9 @@ def forward_once(policy) -> None:
     """Compute the log-probabilities of a few samples."""
     from megatron.core import parallel_state
 
-    from posttrain.algorithm.policy_gradient import PolicyGradient
-    from posttrain.megatron_backend import train_step
-    from posttrain.training.batch import make_updates
+    from posttrain.rl.algorithm.policy_gradient import PolicyGradient
+    from posttrain.rl.megatron_backend import train_step
+    from posttrain.rl.training.batch import make_updates
 
     groups = make_groups(policy.config.model.architecture.vocab_size)
     grpo, rank = PolicyGradient(policy.config.algorithm, 32), parallel_state.get_data_parallel_rank()
@@ -297,8 +297,8 @@ def update_on(policy, objective, groups, is_last: bool):
     """Make an update of its own number of micro-batches."""
     from megatron.core import parallel_state
 
-    from posttrain.megatron_backend import train_step
-    from posttrain.training.batch import make_updates
+    from posttrain.rl.megatron_backend import train_step
+    from posttrain.rl.training.batch import make_updates
 
     (update,) = make_updates(policy.config, objective, groups, parallel_state.get_data_parallel_rank())
     update = update.with_old_logprobs(train_step.compute_logprobs(policy, update.batches))
@@ -307,8 +307,8 @@ def update_on(policy, objective, groups, is_last: bool):
 
 def balanced(config, tensors, objective, groups) -> dict[str, object]:
     """Make an update that is asked to balance the experts, and say how it went."""
-    from posttrain.megatron_backend.model import build_policy
-    from posttrain.megatron_backend.weights import HubWeights
+    from posttrain.rl.megatron_backend.model import build_policy
+    from posttrain.rl.megatron_backend.weights import HubWeights
 
     optimizer = dataclasses.replace(config.optimizer, moe_aux_loss_coeff=10.0, router_bias_update_rate=0.01)
     policy = build_policy(dataclasses.replace(config, optimizer=optimizer))
@@ -331,7 +331,7 @@ def flat(statistics) -> dict[str, object]:
 
 def count_bad_gradients(policy) -> int:
     """Spoil one gradient of the last rank, of an expert where experts are spread, and let all ranks count."""
-    from posttrain.megatron_backend.train_step import _count_non_finite_gradients
+    from posttrain.rl.megatron_backend.train_step import _count_non_finite_gradients
 
     if dist.get_rank() == dist.get_world_size() - 1:
         chunk = policy.wrapped[-1]
@@ -342,7 +342,7 @@ def count_bad_gradients(policy) -> int:
 
 def copy_state(fresh, other: Path, copy: Path) -> None:
     """Load the state of another layout into a policy that has made no step, and save it."""
-    from posttrain.megatron_backend.checkpoint import load_training_state, prepare_save
+    from posttrain.rl.megatron_backend.checkpoint import load_training_state, prepare_save
 
     load_training_state(fresh, other)
     copy.mkdir(exist_ok=True)
@@ -365,7 +365,7 @@ def differences_to_megatron(policy, folder: Path) -> list[str]:
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
     from posttrain.checkpoint.formats.torch_dist_reader import TorchDistReader
-    from posttrain.megatron_backend.checkpoint import sharded_weights
+    from posttrain.rl.megatron_backend.checkpoint import sharded_weights
 
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     metadata = {"distrib_optim_sharding_type": "fully_reshardable", "dp_cp_group": group}

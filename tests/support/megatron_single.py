@@ -19,11 +19,11 @@ from types import MappingProxyType
 
 import torch
 
+from posttrain.cluster.rendezvous import FILE_VARIABLE
 from posttrain.config.schema import Architecture, Config
-from posttrain.engines.ports import choose_free_ports
-from posttrain.observability.logging import LOG_VARIABLE
-from posttrain.planner.resolve import resolve
-from posttrain.rendezvous import FILE_VARIABLE
+from posttrain.plan.resolve import resolve
+from posttrain.report.logging import LOG_VARIABLE
+from posttrain.rl.engines.ports import choose_free_ports
 
 CONFIG_DIR = Path(__file__).parents[2] / "config"
 
@@ -49,7 +49,7 @@ def initialize_single_rank(config: Config) -> None:
     """Make this process rank 0 of 1, once."""
     import torch.distributed as dist
 
-    from posttrain.megatron_backend.initialize import initialize
+    from posttrain.rl.megatron_backend.initialize import initialize
 
     if dist.is_initialized():
         return
@@ -148,7 +148,7 @@ def fork_ranks(num_ranks: int, meeting: Path, work: Callable[[], object]) -> lis
         meeting: A file that does not exist, where they meet.
         work: What each does; an error ends it with 1.
     """
-    importlib.import_module("posttrain.training.assembly")
+    importlib.import_module("posttrain.rl.training.assembly")
     return [_fork_rank(rank, num_ranks, meeting, work) for rank in range(num_ranks)]
 
 

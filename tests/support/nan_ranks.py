@@ -28,12 +28,12 @@ def run_rank(folder: Path) -> None:
     from tests.support.tiny_checkpoint import TRAINED, random_tensors
 
     from posttrain.checkpoint.quantization.fp8 import Fp8Format
-    from posttrain.megatron_backend.initialize import initialize
-    from posttrain.megatron_backend.model import build_policy
-    from posttrain.megatron_backend.plain_data import gather_plain
-    from posttrain.megatron_backend.ranks import largest_of_ranks
-    from posttrain.megatron_backend.served_values import ServedValues
-    from posttrain.megatron_backend.weights import HubWeights
+    from posttrain.rl.megatron_backend.initialize import initialize
+    from posttrain.rl.megatron_backend.model import build_policy
+    from posttrain.rl.megatron_backend.plain_data import gather_plain
+    from posttrain.rl.megatron_backend.ranks import largest_of_ranks
+    from posttrain.rl.megatron_backend.served_values import ServedValues
+    from posttrain.rl.megatron_backend.weights import HubWeights
 
     config = test_config(TRAINED, tensor_model_parallel_size=2)
     initialize(config)

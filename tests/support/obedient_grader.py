@@ -4,7 +4,7 @@ import operator
 import os
 import time
 
-from posttrain.reward.answer import Grade
+from posttrain.rl.reward.answer import Grade
 
 
 def obey(answers):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from posttrain.megatron_backend.packed import PackedSequences
+from posttrain.rl.megatron_backend.packed import PackedSequences
 
 
 def boundaries(sequences: list[torch.Tensor]) -> torch.Tensor:

@@ -70,9 +70,9 @@ def main() -> None:
     """Write a line for each configuration; each is planned in a process of its own, which has imported everything."""
     import snakemake.api  # noqa: F401
 
-    import posttrain.launch.driver
-    import posttrain.preflight.refusals
-    import posttrain.training.lineage  # noqa: F401
+    import posttrain.cluster.driver
+    import posttrain.plan.preflight.refusals
+    import posttrain.rl.training.lineage  # noqa: F401
 
     for config in json.loads(sys.argv[1]):
         child = os.fork()

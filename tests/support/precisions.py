@@ -10,9 +10,9 @@ from pathlib import Path
 from tests.support.evaluation_inputs import ROOT, make_inputs
 from tests.support.folders_in_parts import make_folder
 
-from posttrain.artifacts import Receipt, receipt_of, record_files, write_receipt
 from posttrain.checkpoint.parts.converted_folder import RecodedFolder
 from posttrain.checkpoint.quantization.quantize import Quantization
+from posttrain.store import Receipt, receipt_of, record_files, write_receipt
 
 # Twenty prompts that nobody answers rightly bound a loss to 16 points.
 OVERRIDES = (

@@ -11,8 +11,8 @@ from tests.support.megatron_single import CONFIG_DIR
 from tests.support.requirements import require
 from tests.support.workflow_runs import ROOT
 
-from posttrain.planner.problems import find_problems
-from posttrain.planner.resolve import resolve
+from posttrain.plan.problems import find_problems
+from posttrain.plan.resolve import resolve
 from posttrain_rehearsal.rank_subset import stages_of
 from posttrain_rehearsal.start import VARIABLE, rehearse
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from tests.support.hub_tensors import fill
 
 from posttrain.config.schema import Architecture, Config
-from posttrain.rollout.rollout_store import RolloutStore
+from posttrain.rl.rollout.rollout_store import RolloutStore
 from posttrain.types import SampleGroup
 
 
@@ -69,12 +69,12 @@ def run(config: Config, checkpoint: Path, folder: Path) -> dict[str, object]:
     from megatron.core import parallel_state
     from tests.support.megatron_layouts import flat, gathered_logprobs, make_groups
 
-    from posttrain.algorithm.policy_gradient import PolicyGradient
-    from posttrain.megatron_backend import train_step
-    from posttrain.megatron_backend.initialize import initialize
-    from posttrain.megatron_backend.model import build_policy
-    from posttrain.megatron_backend.weights import HubWeights
-    from posttrain.training.batch import make_updates
+    from posttrain.rl.algorithm.policy_gradient import PolicyGradient
+    from posttrain.rl.megatron_backend import train_step
+    from posttrain.rl.megatron_backend.initialize import initialize
+    from posttrain.rl.megatron_backend.model import build_policy
+    from posttrain.rl.megatron_backend.weights import HubWeights
+    from posttrain.rl.training.batch import make_updates
 
     initialize(config)
     policy, arch = build_policy(config), config.model.architecture

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from posttrain.artifacts.resolved_file import write_resolved
 from posttrain.config.schema import Architecture
-from posttrain.planner.resolve import resolve
+from posttrain.plan.resolve import resolve
+from posttrain.store.resolved_file import write_resolved
 
 FOLDER = Path(tempfile.gettempdir(), f"posttrain-tests-{os.getuid()}")
 CONFIG_DIR = Path(__file__).parents[2] / "config"

@@ -1,6 +1,6 @@
 """What training does to a disk, by training's own parts and one rank: rollouts, metrics, checkpoints, the receipt.
 
-Engines, W&B and the mathematics are left out; the order is that of `training/loop.py`. A program for
+Engines, W&B and the mathematics are left out; the order is that of `rl/training/loop.py`. A program for
 `tests.support.killing` and, in `check`, what must be true of the disk whenever the power was cut.
 """
 
@@ -15,17 +15,17 @@ from tests.support.megatron_layouts import make_groups, small_batches
 from tests.support.megatron_single import free_port, test_config
 from tests.support.tiny_checkpoint import TINY
 
-from posttrain.artifacts import Receipt, read_receipt, record_files, records_of, require_files, write_receipt
 from posttrain.checkpoint.formats.torch_dist_reader import TorchDistReader
-from posttrain.megatron_backend.checkpoint import load_training_state
-from posttrain.megatron_backend.initialize import joined_ranks
-from posttrain.megatron_backend.model import Policy, build_policy
-from posttrain.megatron_backend.optimizer_state import allocate_state
-from posttrain.observability.provenance import record_run
-from posttrain.observability.sinks import MetricSinks, read_rows
-from posttrain.rollout.rollout_store import RolloutStore
-from posttrain.training.checkpoint_writer import CheckpointWriter
-from posttrain.training.checkpoints import CheckpointFolder, committed_checkpoints
+from posttrain.report.provenance import record_run
+from posttrain.report.sinks import MetricSinks, read_rows
+from posttrain.rl.megatron_backend.checkpoint import load_training_state
+from posttrain.rl.megatron_backend.initialize import joined_ranks
+from posttrain.rl.megatron_backend.model import Policy, build_policy
+from posttrain.rl.megatron_backend.optimizer_state import allocate_state
+from posttrain.rl.rollout.rollout_store import RolloutStore
+from posttrain.rl.training.checkpoint_writer import CheckpointWriter
+from posttrain.rl.training.checkpoints import CheckpointFolder, committed_checkpoints
+from posttrain.store import Receipt, read_receipt, record_files, records_of, require_files, write_receipt
 
 NUM_STEPS, NUM_CHUNKS, KEEP = 4, 2, 2
 DONE = "done.json"

@@ -20,10 +20,10 @@ from tests.support.vllm_environment import ENVIRONMENT as VLLM
 from tests.support.vllm_environment import require_vllm
 from transformers import AutoTokenizer
 
-from posttrain.engines.ports import choose_free_ports
-from posttrain.engines.process import ended_with_family
-from posttrain.engines.responses import GenerateResult
-from posttrain.processes import end_processes, start_child
+from posttrain.cluster.processes import end_processes, start_child
+from posttrain.rl.engines.ports import choose_free_ports
+from posttrain.rl.engines.process import ended_with_family
+from posttrain.rl.engines.responses import GenerateResult
 
 RESPONSE_TOKENS = 24
 # What vLLM 0.32.0 wants of DeepSeek-V3's class on a CPU. With AMX it takes attention for BF16, whatever is asked for.

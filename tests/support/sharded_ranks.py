@@ -30,12 +30,12 @@ def run_rank(request: dict[str, Any], folder: Path) -> None:
     from tests.support.megatron_single import test_config
     from tests.support.tiny_checkpoint import TRAINED, random_tensors
 
-    from posttrain.megatron_backend.initialize import initialize
-    from posttrain.megatron_backend.model import build_policy
-    from posttrain.megatron_backend.plain_data import gather_plain
-    from posttrain.megatron_backend.weights import HubWeights
-    from posttrain.weight_sync.engine_layout import EngineShards
-    from posttrain.weight_sync.sharded import ShardedTransfer
+    from posttrain.rl.megatron_backend.initialize import initialize
+    from posttrain.rl.megatron_backend.model import build_policy
+    from posttrain.rl.megatron_backend.plain_data import gather_plain
+    from posttrain.rl.megatron_backend.weights import HubWeights
+    from posttrain.rl.weight_sync.engine_layout import EngineShards
+    from posttrain.rl.weight_sync.sharded import ShardedTransfer
     from posttrain_weights.transport import Place
 
     config = test_config(TRAINED, **request["parallel"])
@@ -85,7 +85,7 @@ def run_rank(request: dict[str, Any], folder: Path) -> None:
 
 
 def _told(transfer: Any) -> dict[str, list]:
-    from posttrain.megatron_backend.plain_data import gather_plain
+    from posttrain.rl.megatron_backend.plain_data import gather_plain
 
     return {
         "sent": gather_plain(transfer.num_sent),
@@ -97,7 +97,7 @@ def _told(transfer: Any) -> dict[str, list]:
 
 def watch_rounds() -> list[str]:
     """Return a list that grows with every step of a round from now on."""
-    from posttrain.weight_sync.proof import Digests
+    from posttrain.rl.weight_sync.proof import Digests
     from posttrain_weights.sender import Sender, Sending
 
     order: list[str] = []

@@ -9,10 +9,10 @@ from typing import Any
 
 from tests.support.workflow_runs import ROOT
 
-from posttrain.artifacts import Receipt, write_receipt
+from posttrain.cluster.job import TrainingJob
 from posttrain.config.load import dump_resolved
-from posttrain.launch.job import TrainingJob
-from posttrain.planner.resolve import resolve
+from posttrain.plan.resolve import resolve
+from posttrain.store import Receipt, write_receipt
 
 # A command line that a rank answers at once.
 ENDS_WELL = ("--help",)

@@ -61,29 +61,29 @@ def rollout(step: int, num_groups: int = 6, size: int = 4) -> list[SampleGroup]:
 
 
 def objective_of(policy):
-    from posttrain.algorithm.policy_gradient import PolicyGradient
+    from posttrain.rl.algorithm.policy_gradient import PolicyGradient
 
     return PolicyGradient(policy.config.algorithm, policy.config.rollout.max_response_tokens)
 
 
 def apply(policy, update, lr: float):
     """Make an update as the trainer does."""
-    from posttrain.megatron_backend import train_step
+    from posttrain.rl.megatron_backend import train_step
 
     objective = objective_of(policy)
     return train_step.update(policy, objective, update.micro_batches(objective.needs), lr)
 
 
 def weights_of(policy) -> dict[str, torch.Tensor]:
-    from posttrain.megatron_backend.weights import HubWeights
+    from posttrain.rl.megatron_backend.weights import HubWeights
 
     return dict(HubWeights(policy.chunks, TRAINED).gather(dtype=torch.float32))
 
 
 def updates_of(policy, step: int):
     """Return the updates of a rollout with their old log-probabilities, as the loop makes them."""
-    from posttrain.megatron_backend import train_step
-    from posttrain.training.batch import make_updates
+    from posttrain.rl.megatron_backend import train_step
+    from posttrain.rl.training.batch import make_updates
 
     updates = make_updates(policy.config, objective_of(policy), rollout(step), dp_rank=0)
     return [update.with_old_logprobs(train_step.compute_logprobs(policy, update.batches)) for update in updates]

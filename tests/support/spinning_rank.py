@@ -17,12 +17,12 @@ from tests.support.tiny_checkpoint import TRAINED
 
 
 def main() -> None:
-    from posttrain.algorithm.policy_gradient import PolicyGradient
-    from posttrain.megatron_backend import train_step
-    from posttrain.megatron_backend.initialize import initialize
-    from posttrain.megatron_backend.model import build_policy
-    from posttrain.training.batch import make_updates
-    from posttrain.training.phases import PhaseClock
+    from posttrain.rl.algorithm.policy_gradient import PolicyGradient
+    from posttrain.rl.megatron_backend import train_step
+    from posttrain.rl.megatron_backend.initialize import initialize
+    from posttrain.rl.megatron_backend.model import build_policy
+    from posttrain.rl.training.batch import make_updates
+    from posttrain.rl.training.phases import PhaseClock
 
     class Spinning(PolicyGradient):
         called = 0

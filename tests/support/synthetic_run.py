@@ -16,8 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.algorithm.statistics import RATIO_HISTOGRAM
-from posttrain.artifacts import (
+from posttrain.config.load import dump_resolved, dump_yaml
+from posttrain.plan.resolve import resolve
+from posttrain.report.provenance import record_run
+from posttrain.report.report_data import ReportInputs
+from posttrain.rl.algorithm.statistics import RATIO_HISTOGRAM
+from posttrain.store import (
     Paths,
     Receipt,
     part_receipt_of,
@@ -28,10 +32,6 @@ from posttrain.artifacts import (
     write_receipt,
     write_text,
 )
-from posttrain.config.load import dump_resolved, dump_yaml
-from posttrain.observability.provenance import record_run
-from posttrain.observability.report_data import ReportInputs
-from posttrain.planner.resolve import resolve
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RULE_SECONDS = {

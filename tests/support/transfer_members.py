@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from posttrain.weight_sync.sharded import sender_of
+from posttrain.rl.weight_sync.sharded import sender_of
 from posttrain_weights.box import Box
 from posttrain_weights.channel import Channel
 from posttrain_weights.receiver import Receiver

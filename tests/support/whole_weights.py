@@ -15,7 +15,7 @@ from tests.support.megatron_single import free_port
 
 from posttrain.checkpoint.param_names import expected_tensors
 from posttrain.config.schema import Architecture
-from posttrain.megatron_backend.weights import Shard
+from posttrain.rl.megatron_backend.weights import Shard
 
 
 class WholeWeights:

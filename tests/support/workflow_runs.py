@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from posttrain.artifacts import Paths
 from posttrain.config.request import RESERVED_NAMES
-from posttrain.planner.resolve import resolve
+from posttrain.plan.resolve import resolve
+from posttrain.store import Paths
 
 ROOT = Path(__file__).parents[2]
 # Small enough for seconds, large enough for every branch: two updates per rollout, a checkpoint in the middle.
@@ -128,7 +128,7 @@ class WorkflowFolder:
 
     def metrics(self) -> list[dict[str, float]]:
         """Return the metric rows without timings: equal rows mean equal computation."""
-        from posttrain.observability.metrics import without_timings
+        from posttrain.report.metrics import without_timings
 
         lines = (self.run_folder / "train" / "metrics.jsonl").read_text().splitlines()
         return [without_timings(json.loads(line)) for line in lines]

@@ -21,9 +21,9 @@ def main() -> None:
     from tests.support.megatron_single import test_config
     from tests.support.tiny_checkpoint import TINY
 
-    from posttrain.megatron_backend.initialize import joined_ranks
-    from posttrain.megatron_backend.model import build_policy
-    from posttrain.megatron_backend.optimizer_state import allocate_state
+    from posttrain.rl.megatron_backend.initialize import joined_ranks
+    from posttrain.rl.megatron_backend.model import build_policy
+    from posttrain.rl.megatron_backend.optimizer_state import allocate_state
 
     config = small_batches(test_config(TINY), ranks=2)
     with joined_ranks(config):
@@ -33,16 +33,16 @@ def main() -> None:
 
 
 def open_writer(policy, folder: Path, may_commit, forgotten: list[int]):
-    from posttrain.training.checkpoint_writer import CheckpointWriter
-    from posttrain.training.checkpoints import CheckpointFolder
+    from posttrain.rl.training.checkpoint_writer import CheckpointWriter
+    from posttrain.rl.training.checkpoints import CheckpointFolder
 
     return CheckpointWriter(policy, CheckpointFolder(folder, 2, may_commit), 5 << 30, forgotten.append)
 
 
 def write_while_others_work(policy, folder: Path) -> dict[str, object]:
     """Rank 0 commits when both ranks have talked to each other in their main threads."""
-    from posttrain.megatron_backend.checkpoint import load_training_state
-    from posttrain.training.checkpoints import CheckpointFolder
+    from posttrain.rl.megatron_backend.checkpoint import load_training_state
+    from posttrain.rl.training.checkpoints import CheckpointFolder
 
     go_on, forgotten = threading.Event(), []
     writer = open_writer(policy, folder, go_on.wait, forgotten)
@@ -81,7 +81,7 @@ def run_out_of_space(policy, folder: Path) -> dict[str, object]:
 
 
 def lose_the_lease(policy, folder: Path) -> None:
-    from posttrain.artifacts.lease import LeaseLostError
+    from posttrain.store.lease import LeaseLostError
 
     def refuse() -> None:
         raise LeaseLostError("another one writes")
@@ -118,7 +118,7 @@ def write_parts(_, folder: Path) -> dict[str, str]:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-    from posttrain.megatron_backend.checkpoint import InProcessSave
+    from posttrain.rl.megatron_backend.checkpoint import InProcessSave
 
     rank, told = dist.get_rank(), {}
     for name, part, of in (("halves", rank, 2), ("the same half", 0, 2), ("two thirds", rank, 3)):

@@ -8,8 +8,8 @@ import jinja2
 import pytest
 
 from posttrain.errors import CheckpointError, ConfigError, Problem, one_line, printable, raise_if_any, reason_of
-from posttrain.observability import report_page
-from posttrain.observability.logging import configure_logging
+from posttrain.report import report_page
+from posttrain.report.logging import configure_logging
 
 # What a terminal, a log or a page is sent -> what is shown.
 SHOWN = {

@@ -9,10 +9,10 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from posttrain.engines.calls import EngineError
-from posttrain.engines.streaming import Endpoint, StreamedRequest, open_session, served_models, stream
-from posttrain.engines.teacher_forcing import ForcedTokens
 from posttrain.http_answers import OversizedAnswerError, parse_json, read_bounded, read_error, read_refusal
+from posttrain.rl.engines.calls import EngineError
+from posttrain.rl.engines.streaming import Endpoint, StreamedRequest, open_session, served_models, stream
+from posttrain.rl.engines.teacher_forcing import ForcedTokens
 
 MOST = 4096
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
@@ -109,8 +109,8 @@ HOSTILE = {
 def test_every_answer_of_another_form_is_told_with_its_address(
     answer: bytes, question: Callable[[str], Awaitable[object]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("posttrain.engines.calls.RETRY_SECONDS", 0.0)
-    monkeypatch.setattr("posttrain.engines.streaming.RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("posttrain.rl.engines.calls.RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("posttrain.rl.engines.streaming.RETRY_SECONDS", 0.0)
     told = ask(answer, question)
     assert isinstance(told, str)
     assert "ADDRESS" in told
@@ -124,7 +124,7 @@ def test_every_answer_of_another_form_is_told_with_its_address(
 def test_an_endless_answer_is_read_up_to_a_limit(
     endless: bytes, question: Callable[[str], Awaitable[object]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("posttrain.engines.calls.MAX_ANSWER_BYTES", "posttrain.engines.streaming.STREAM_BYTES"):
+    for name in ("posttrain.rl.engines.calls.MAX_ANSWER_BYTES", "posttrain.rl.engines.streaming.STREAM_BYTES"):
         monkeypatch.setattr(name, MOST)
     monkeypatch.setattr(read_bounded, "__defaults__", (MOST,))
     monkeypatch.setattr(ForcedTokens, "_max_answer_bytes", MOST)

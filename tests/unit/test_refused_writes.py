@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 from tests.support.small_disk import remount, small_disk
 
-from posttrain.artifacts import write_text
 from posttrain.errors import REFUSALS, CheckpointError, explain, lacks_inodes
+from posttrain.store import write_text
 
 AGAIN = "then run the same command again: what is finished is kept"
 # Writes as another user, and says what a script would say.
 AS_ANOTHER = """
 import os, sys
 from pathlib import Path
-from posttrain.artifacts import write_text
+from posttrain.store import write_text
 from posttrain.errors import explain
 os.setgroups([]), os.setgid(54321), os.setuid(54321)
 try:
@@ -31,7 +31,7 @@ except OSError as error:
 OPEN_MANY = """
 import resource, sys
 from pathlib import Path
-from posttrain.artifacts import write_text
+from posttrain.store import write_text
 from posttrain.errors import explain
 resource.setrlimit(resource.RLIMIT_NOFILE, (16, 16))
 files = []

@@ -20,7 +20,7 @@ from tests.support.synthetic_run import make_run
 from tests.support.workflow_runs import WorkflowFolder, run_snakemake
 from tests.workflow.test_rules import RULES, WITHOUT_WORK
 
-from posttrain.artifacts import Receipt, read_receipt, receipt_of, record_files, write_receipt
+from posttrain.store import Receipt, read_receipt, receipt_of, record_files, write_receipt
 
 pytestmark = pytest.mark.slow
 

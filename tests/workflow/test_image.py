@@ -13,7 +13,7 @@ from tests.support.workflow_runs import ROOT, WorkflowFolder, run_snakemake
 from tests.workflow.test_rules import RULES, WITHOUT_WORK
 
 from posttrain.__main__ import module_of
-from posttrain.artifacts import read_receipt
+from posttrain.store import read_receipt
 
 # What a dry run of these would do has one command of each rule but for those that only look or depend on a setting.
 TARGETS = ("all", "verify", "verify_store", "gc", "plan", "status", "benchmark_serving", "verify_rollout_weights")
@@ -75,7 +75,7 @@ def test_what_starts_outside_needs_a_small_environment() -> None:
     names = sorted(ON_THE_DRIVER - WITHOUT_WORK | {*STARTS_RANKS, "preflight"})
     heavy = {"torch", "megatron", "transformers"}
     modules = [name if (ROOT / "scripts" / f"{name}.py").exists() else module_of(name) for name in names]
-    modules.append("posttrain.launch.beside_engines")
+    modules.append("posttrain.cluster.beside_engines")
     code = (
         f"import sys; sys.path.insert(0, 'scripts'); import {', '.join(modules)}; print({heavy} & sys.modules.keys())"
     )

@@ -25,7 +25,7 @@ TRAINED = {"train_grpo", "export_hf", "finalize_export_hf", "check_export", "eva
 
 SUITE = {
     f"evaluation.suites.some.{key}": value
-    for key, value in {"kind": "files", "file": ROOT / "tests/unit/data/forms/gsm8k.jsonl", "num_prompts": 2}.items()
+    for key, value in {"kind": "files", "file": ROOT / "tests/unit/rl/data/forms/gsm8k.jsonl", "num_prompts": 2}.items()
 }
 
 
@@ -107,7 +107,7 @@ def test_a_setting_runs_its_dependants_and_nothing_else(
 
 BUMP = """
 import sys
-from posttrain.artifacts import FORMAT_VERSIONS
+from posttrain.store import FORMAT_VERSIONS
 FORMAT_VERSIONS[sys.argv.pop(1)] += 1
 from snakemake.cli import main
 main()

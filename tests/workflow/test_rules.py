@@ -13,8 +13,8 @@ from tests.support.workflow_runs import ROOT, run_snakemake
 
 from posttrain.__main__ import ALONE, ANNEXES, COMMANDS
 from posttrain.config.site_rules import time_limit_minutes
-from posttrain.planner.job_needs import RuleNeeds, check_served, job_needs
-from posttrain.planner.resolve import resolve
+from posttrain.plan.job_needs import RuleNeeds, check_served, job_needs
+from posttrain.plan.resolve import resolve
 
 # They run nothing: they name results, or join the nodes.
 WITHOUT_WORK = {"all", "stage_all_nodes", "finalize_rollout_fp8", "finalize_serving", "finalize_bf16"}

@@ -13,8 +13,8 @@ import pytest
 from tests.support.branches import CONFIG_DIR, dry_run
 
 from posttrain.errors import ConfigError, Problem
-from posttrain.planner.problems import find_problems
-from posttrain.planner.resolve import resolve
+from posttrain.plan.problems import find_problems
+from posttrain.plan.resolve import resolve
 
 ARCH = "model.architecture"
 TENSOR, PIPELINE, LAST, CONTEXT, EXPERT, EXPERT_TENSOR = (

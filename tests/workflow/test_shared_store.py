@@ -13,7 +13,7 @@ from tests.support.branches import jobs_of
 from tests.support.interruptions import check_claims, files_made, start
 from tests.support.workflow_runs import FAST, WorkflowFolder
 
-from posttrain.artifacts import read_receipt, write_receipt
+from posttrain.store import read_receipt, write_receipt
 
 pytestmark = pytest.mark.slow
 

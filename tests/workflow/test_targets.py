@@ -14,9 +14,9 @@ from tests.support.workflow_runs import WorkflowFolder
 from tests.workflow.test_answers import ANSWERS
 from tests.workflow.test_rules import RULES
 
-from posttrain.artifacts import Paths, manifest_of, part_receipt_of, pass_folders, receipt_of
 from posttrain.config.schema import EXPERIMENT_SECTIONS, Config
-from posttrain.planner.resolve import resolve
+from posttrain.plan.resolve import resolve
+from posttrain.store import Paths, manifest_of, part_receipt_of, pass_folders, receipt_of
 
 pytestmark = pytest.mark.slow
 

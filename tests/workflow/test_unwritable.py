@@ -11,8 +11,8 @@ from tests.scripts.test_full_disks import full
 from tests.support.small_disk import remount, small_disk
 from tests.support.workflow_runs import FAST, WorkflowFolder
 
-from posttrain.launch.driver import message_of, refusal_of
-from posttrain.preflight.storage import require_writable
+from posttrain.cluster.driver import message_of, refusal_of
+from posttrain.plan.preflight.storage import require_writable
 
 pytestmark = pytest.mark.slow
 

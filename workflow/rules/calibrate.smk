@@ -1,7 +1,7 @@
 # The largest activations of experts, for weights in four bits: passes over conversations by the trainer's own model.
 from posttrain.config.derived import calibrating, calibration_settings
-from posttrain.launch.slurm_job import resources_of_calibration
-from posttrain.planner.sizing.calibration import describe_calibration
+from posttrain.cluster.slurm_job import resources_of_calibration
+from posttrain.plan.sizing.calibration import describe_calibration
 
 CALIBRATED = {"source": PATHS.hf_patched, "weights": PATHS.torch_dist, "receipt": receipt_of(PATHS.torch_dist)}
 if CFG.serving.weights == "trained":

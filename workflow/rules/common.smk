@@ -13,30 +13,30 @@ from pathlib import Path
 
 from snakemake.logging import logger
 
-from posttrain import artifacts
+from posttrain import store
 from posttrain.__main__ import COMMANDS
-from posttrain.artifacts import FORMAT_VERSIONS, Paths, part_receipt_of, read_receipt, receipt_of
-from posttrain.artifacts.data_folders import pass_folders, suite_folders
-from posttrain.artifacts.resolved_file import read_resolved, write_resolved
-from posttrain.artifacts.group_permissions import announce_sharing, share_store
+from posttrain.store import FORMAT_VERSIONS, Paths, part_receipt_of, read_receipt, receipt_of
+from posttrain.store.data_folders import pass_folders, suite_folders
+from posttrain.store.resolved_file import read_resolved, write_resolved
+from posttrain.store.group_permissions import announce_sharing, share_store
 from posttrain.config.legacy_runs import kept_from_before
 from posttrain.config.command_line import check_files, with_defaults
 from posttrain.config.derived import engines_load, recoding_settings
 from posttrain.config.site_rules import check_preflight
-from posttrain.planner.resolve import resolve
-from posttrain.planner.job_needs import RuleNeeds, job_needs
+from posttrain.plan.resolve import resolve
+from posttrain.plan.job_needs import RuleNeeds, job_needs
 from posttrain.errors import CheckpointError, ConfigError, Problem, explain, raise_if_any
-from posttrain.processes import name_driver
-from posttrain.data.local_check import check_data_files
-from posttrain.launch.container import make_shared_roots, prefix_of_jobs
-from posttrain.launch.driver import Ending, notify
-from posttrain.launch.slurm_job import resources_of_all_jobs, resources_of_serving, resources_of_training
-from posttrain.preflight.nvfp4 import refuse_unservable
-from posttrain.preflight.refusals import refusal, refuse_unfit
-from posttrain.preflight.storage import require_writable
+from posttrain.cluster.processes import name_driver
+from posttrain.rl.data.local_check import check_data_files
+from posttrain.cluster.container import make_shared_roots, prefix_of_jobs
+from posttrain.cluster.driver import Ending, notify
+from posttrain.cluster.slurm_job import resources_of_all_jobs, resources_of_serving, resources_of_training
+from posttrain.plan.preflight.nvfp4 import refuse_unservable
+from posttrain.plan.preflight.refusals import refusal, refuse_unfit
+from posttrain.plan.preflight.storage import require_writable
 from posttrain.readable import counted
-from posttrain.planner.rehearsal_record import describe_rehearsal
-from posttrain.training.lineage import refuse_other_run
+from posttrain.plan.rehearsal_record import describe_rehearsal
+from posttrain.rl.training.lineage import refuse_other_run
 
 IS_READ_AGAIN = name_driver()
 # A waiting thread must not spin: jobs run side by side on few cores.
@@ -192,7 +192,7 @@ REHEARSED = [describe_rehearsal(PATHS)["state"]] if CFG.hardware.device == "cuda
 SUITE_FOLDERS, PASS_FOLDERS = suite_folders(CFG), pass_folders(CFG)
 ARCHITECTURE = json.dumps(RESOLVED.experiment["model"]["architecture"])
 # Where pods run the commands that need GPUs, this machine applies their JobSets and follows them.
-ON_PODS = f"python -m posttrain.launch.on_kubernetes --resolved {shlex.quote(RESOLVED_FILE)}"
+ON_PODS = f"python -m posttrain.cluster.on_kubernetes --resolved {shlex.quote(RESOLVED_FILE)}"
 HAS_PODS = CFG.site.launcher == "kubernetes"
 ON_ALL_NODES = f"{ON_PODS} --num-nodes {CFG.nodes} -- " if HAS_PODS else ""
 # Jobs start in the site's image. What Snakemake runs by itself does not, nor training, which brings its nodes into it.
@@ -220,7 +220,7 @@ def beside_engines(folder):
         return ""
     on_pods = f"{ON_PODS} --num-nodes {SERVING_NODES} -- ".replace("{", "{{").replace("}", "}}") if HAS_PODS else ""
     words = f"{FROM_CONFIG} --checkpoint {{params.checkpoint:q}} --folder {folder}"
-    return f"{on_pods}python -m posttrain.launch.beside_engines {words} -- "
+    return f"{on_pods}python -m posttrain.cluster.beside_engines {words} -- "
 
 
 def parts_of(folder, num_parts):

@@ -1,7 +1,7 @@
 # Which precision of the trained model to deploy: engines of each are asked by themselves, then all are compared.
 from posttrain.config.deployment import ORIGINAL
-from posttrain.launch.slurm_job import resources_of_comparison, resources_of_precisions
-from posttrain.planner.sizing.precisions import compared_precisions, precision_config
+from posttrain.cluster.slurm_job import resources_of_comparison, resources_of_precisions
+from posttrain.plan.sizing.precisions import compared_precisions, precision_config
 
 COMPARED = dict(zip(compared_precisions(CFG), [PATHS.hf_export, PATHS.export_fp8, PATHS.serving]))
 SAID = PATHS.run / "evaluation" / "precisions"
@@ -9,7 +9,7 @@ SAID = PATHS.run / "evaluation" / "precisions"
 ARE_AROUND = any(job_needs(precision_config(CFG, name), "ask_precision").nodes > 1 for name in COMPARED)
 AROUND_PRECISION = (
     (f"{ON_PODS} --num-nodes {{resources.nodes}} -- " if HAS_PODS else "")
-    + f"python -m posttrain.launch.beside_engines {FROM_CONFIG} --precision {{wildcards.precision:q}}"
+    + f"python -m posttrain.cluster.beside_engines {FROM_CONFIG} --precision {{wildcards.precision:q}}"
     + f" --checkpoint {{params.checkpoint:q}} --folder {literal(SAID)}/{{wildcards.precision:q}}.engines -- "
 )
 

@@ -1,8 +1,8 @@
 # The model's files and the prompts, verified against their source.
-from posttrain.artifacts import manifest_of
-from posttrain.artifacts.data_folders import PASS, SUITE, wanted_rows
+from posttrain.store import manifest_of
+from posttrain.store.data_folders import PASS, SUITE, wanted_rows
 from posttrain.config.suites import data_of, rows_of
-from posttrain.data.raw_rows import local_files
+from posttrain.rl.data.raw_rows import local_files
 
 SOURCE_FOLDER = PATHS.source_folder
 # What a step has made has a receipt.

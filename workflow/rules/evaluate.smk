@@ -4,7 +4,7 @@
 # once one that it waits for runs, even when that file is `ancient` to it.
 
 from posttrain.config.suites import evaluation_settings
-from posttrain.planner.sizing.evaluation import evaluates_fp8
+from posttrain.plan.sizing.evaluation import evaluates_fp8
 
 EVALUATED = {"before": PATHS.hf_patched, "after": PATHS.hf_export}
 if evaluates_fp8(CFG):

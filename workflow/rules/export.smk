@@ -1,6 +1,6 @@
 # The trained weights as a Hub checkpoint, in independent parts: same names, shards and precision as the origin.
-from posttrain.launch.slurm_job import resources_of_export_check
-from posttrain.planner.sizing.export_check import export_check_way
+from posttrain.cluster.slurm_job import resources_of_export_check
+from posttrain.plan.sizing.export_check import export_check_way
 
 # Another trainer's checkpoint has no receipt; what identifies it is its own metadata.
 OTHER_TRAINED = CFG.export.checkpoint_folder

@@ -1,5 +1,5 @@
 # How a run begins, and how it ends.
-from posttrain.artifacts.receipts import BACKUPS_VARIABLE
+from posttrain.store.receipts import BACKUPS_VARIABLE
 
 # Snakemake keeps copies of outputs marked `update` here, and puts them back when their job fails. A step that begins to
 # change what a receipt is about takes that receipt away, the copy too.

@@ -2,7 +2,7 @@
 from collections import UserString
 from types import SimpleNamespace
 
-from posttrain.artifacts.weight_formats import BF16, ENGINES, EXPORT, EXPORT_SERVING, SERVING, START
+from posttrain.store.weight_formats import BF16, ENGINES, EXPORT, EXPORT_SERVING, SERVING, START
 from posttrain.config.derived import is_calibrated_here
 
 # What has to be there before a format takes scales of activations: our receipt, or the user's files.

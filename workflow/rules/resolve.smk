@@ -17,7 +17,7 @@ rule resolve_config:
     priority: 100
     localrule: True
     params:
-        content=artifacts.digest8(dataclasses.asdict(CFG)),
+        content=store.digest8(dataclasses.asdict(CFG)),
     message:
         f"write the configuration of {RESOLVED.run}"
     shell:

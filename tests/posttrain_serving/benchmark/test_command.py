@@ -12,8 +12,8 @@ from tests.support.tiny_checkpoint import TINY_QWEN3, make_random_checkpoint
 
 from posttrain.checkpoint.reference_logprobs import ReferenceLogprobs, ReferencePrompt, write_reference_logprobs
 from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
-from posttrain.engines.ports import choose_free_ports
-from posttrain.engines.secret import SECRET_VARIABLE
+from posttrain.rl.engines.ports import choose_free_ports
+from posttrain.rl.engines.secret import SECRET_VARIABLE
 from posttrain_serving.benchmark.serving_results import read_table
 
 SHORT = ("--input-tokens", "8", "--output-tokens", "16", "--concurrency", "1", "4", "--requests-per-client", "2")

@@ -6,8 +6,8 @@ import statistics
 import pytest
 from tests.support.scripted_endpoint import forget, on_time, scripted_endpoint, sent_times
 
-from posttrain.engines.calls import EngineError
-from posttrain.engines.streaming import CHAT, COMPLETIONS, Endpoint, Timeline
+from posttrain.rl.engines.calls import EngineError
+from posttrain.rl.engines.streaming import CHAT, COMPLETIONS, Endpoint, Timeline
 from posttrain_serving.benchmark.serving import (
     MOST_WARM_UP_REQUESTS,
     TOLERANCE_MS,

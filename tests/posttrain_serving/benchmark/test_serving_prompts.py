@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from posttrain.engines.streaming import CHAT, COMPLETIONS
 from posttrain.errors import ConfigError
+from posttrain.rl.engines.streaming import CHAT, COMPLETIONS
 from posttrain_serving.benchmark.serving_prompts import given_prompts, random_prompts, read_prompts
 
 

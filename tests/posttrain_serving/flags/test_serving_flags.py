@@ -1,8 +1,8 @@
 """The environment of engines that serve: what training's engines get of the hardware, and the site's own words."""
 
-from posttrain.planner.flags.environment import hardware_environment
-from posttrain.planner.flags.flag import as_environment
-from posttrain.planner.flags.sglang_flags import environment_flags
+from posttrain.plan.flags.environment import hardware_environment
+from posttrain.plan.flags.flag import as_environment
+from posttrain.plan.flags.sglang_flags import environment_flags
 from posttrain_serving.flags.serving_flags import serving_environment
 
 NVLINK = "NCCL_P2P_LEVEL"

@@ -12,8 +12,8 @@ from tests.support.tiny_checkpoint import ALL, TINY, make_random_checkpoint
 from posttrain.checkpoint.parts.converted_folder import RecodedFolder
 from posttrain.checkpoint.quantization.dequantize import QuantizedCheckpoint
 from posttrain.checkpoint.quantization.quantize import Quantization
-from posttrain.engines.embedded.model import load_model
 from posttrain.errors import CheckpointError
+from posttrain.rl.engines.embedded.model import load_model
 from posttrain_serving.precision.divergence import (
     CheckpointLogprobs,
     Likeliest,

@@ -14,10 +14,10 @@ from tests.support.tiny_checkpoint import TINY_QWEN3, make_random_checkpoint
 from tests.support.workflow_runs import ROOT
 
 from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
-from posttrain.engines.engine_endpoints import client_of, engines_to_ask
-from posttrain.engines.responses import GenerateRequest, GenerateResult
 from posttrain.errors import CheckpointError
-from posttrain.planner.resolve import resolve
+from posttrain.plan.resolve import resolve
+from posttrain.rl.engines.engine_endpoints import client_of, engines_to_ask
+from posttrain.rl.engines.responses import GenerateRequest, GenerateResult
 from posttrain_serving.precision.divergence import CheckpointLogprobs, Likeliest, Sample, truncated_divergence
 from posttrain_serving.precision.precisions import (
     NUM_LIKELIEST,

@@ -11,7 +11,6 @@ from tests.support.tiny_checkpoint import ALL, TINY, TINY_QWEN3, make_random_che
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint import save as torch_save
 
-from posttrain.artifacts import Receipt, partial_of, receipt_of, write_receipt
 from posttrain.checkpoint.export import (
     HubExport,
     TrainedModel,
@@ -25,6 +24,7 @@ from posttrain.checkpoint.formats.torch_dist import Conversion
 from posttrain.checkpoint.formats.torch_dist_reader import TorchDistReader
 from posttrain.checkpoint.param_names import by_key, optional_copies
 from posttrain.errors import CheckpointError
+from posttrain.store import Receipt, partial_of, receipt_of, write_receipt
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -16,7 +16,6 @@ from tests.support.hub_server import HubServer
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint import save as torch_save
 
-from posttrain.artifacts import FileRecord, Receipt, RelativeName, read_receipt, record_files, write_receipt
 from posttrain.checkpoint.export import checkpoint_of
 from posttrain.checkpoint.formats.safetensors_io import read_index
 from posttrain.checkpoint.formats.torch_dist_reader import TorchDistReader
@@ -29,7 +28,8 @@ from posttrain.checkpoint.staging.node_local import StagedSource, stage
 from posttrain.checkpoint.staging.staging_record import read_staging_record, staging_record_of
 from posttrain.checkpoint.staging.swarm import Swarm
 from posttrain.errors import CheckpointError
-from posttrain.training.checkpoints import check_sizes
+from posttrain.rl.training.checkpoints import check_sizes
+from posttrain.store import FileRecord, Receipt, RelativeName, read_receipt, record_files, write_receipt
 
 NAMES = ["../victim", "/victim", "a/../../victim", "a\x1b[2J", "a\\b", "a" * 300]
 ROW = {"path": "", "size_bytes": 1, "xxh3_128": "0" * 32}

@@ -18,7 +18,7 @@ from posttrain.checkpoint.param_names import (
     to_megatron,
 )
 from posttrain.checkpoint.quantization.tiling import find_misfit
-from posttrain.planner.resolve import resolve
+from posttrain.plan.resolve import resolve
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def test_placements_worked_out_by_hand(glm5, placement):
 def test_the_full_table_takes_seconds():
     """Names, sizes, gaps and overlaps of 744 billion parameters, from the configuration alone, in a new process."""
     code = (
-        "import dataclasses, time; from pathlib import Path; from posttrain.planner.resolve import resolve;"
+        "import dataclasses, time; from pathlib import Path; from posttrain.plan.resolve import resolve;"
         "from posttrain.checkpoint.param_names import by_key;"
         "from posttrain.checkpoint.quantization.tiling import find_misfit;"
         "arch = resolve({'model': 'glm5', 'site': 'local'}, Path('config')).config.model.architecture;"

@@ -7,7 +7,12 @@ import torch
 from tests.support.checkpoint_store import make_store, make_torch_dist
 from tests.support.synthetic_run import make_run, remake_receipt
 
-from posttrain.artifacts import (
+from posttrain.checkpoint import verification
+from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
+from posttrain.checkpoint.verification import find_uncovered, raise_bad_files, verify
+from posttrain.errors import CheckpointError
+from posttrain.report.provenance import record_run
+from posttrain.store import (
     Receipt,
     manifest_of,
     part_receipt_of,
@@ -16,11 +21,6 @@ from posttrain.artifacts import (
     record_files,
     write_receipt,
 )
-from posttrain.checkpoint import verification
-from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
-from posttrain.checkpoint.verification import find_uncovered, raise_bad_files, verify
-from posttrain.errors import CheckpointError
-from posttrain.observability.provenance import record_run
 
 
 @pytest.fixture

@@ -2,10 +2,10 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.artifacts import Paths
 from posttrain.commands.check_data import main
 from posttrain.errors import ConfigError
-from posttrain.planner.resolve import resolve
+from posttrain.plan.resolve import resolve
+from posttrain.store import Paths
 
 CONFIG = Path(__file__).parents[3] / "config"
 

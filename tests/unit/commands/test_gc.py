@@ -7,8 +7,8 @@ import time
 import pytest
 from tests.support.small_disk import small_disk
 
-from posttrain.artifacts import Receipt, receipt_of, record_files, write_json, write_receipt
-from posttrain.artifacts.references import Reference, references_folder
+from posttrain.store import Receipt, receipt_of, record_files, write_json, write_receipt
+from posttrain.store.references import Reference, references_folder
 
 
 @pytest.fixture

@@ -5,12 +5,12 @@ import sys
 import pytest
 from tests.support.tiny_checkpoint import ALL, TINY, TINY_MOONLIGHT, make_random_checkpoint
 
-from posttrain.artifacts import write_json
 from posttrain.checkpoint.formats.hf_layout import read_object
 from posttrain.commands.model import main
 from posttrain.config.load import read_yaml
 from posttrain.config.schema import Architecture, RopeScaling
 from posttrain.errors import ConfigError
+from posttrain.store import write_json
 
 
 def _made(folder, *words):

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from tests.support.begun_runs import begin_run, paths_of
 
-from posttrain.artifacts.lease import Lease, LeaseHeldError
+from posttrain.cluster.replay import _differing_metrics
 from posttrain.commands.replay import main
 from posttrain.config.load import dump_resolved
 from posttrain.errors import CheckpointError, ConfigError
-from posttrain.launch.replay import _differing_metrics
+from posttrain.store.lease import Lease, LeaseHeldError
 
 
 def test_what_cannot_be_trained_again_is_refused(tmp_path: Path) -> None:

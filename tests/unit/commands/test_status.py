@@ -6,7 +6,7 @@ import sys
 from tests.support.begun_runs import begin_run, workflow_of
 from tests.support.resolved_words import resolved_words
 
-from posttrain.artifacts.lease import Lease
+from posttrain.store.lease import Lease
 
 
 def status(results, **more):

@@ -16,7 +16,7 @@ from posttrain.config.engine_rules import ENGINE_RULES
 from posttrain.config.load import merge
 from posttrain.config.rules import check_trainable
 from posttrain.errors import ConfigError
-from posttrain.planner.resolve import resolve
+from posttrain.plan.resolve import resolve
 
 CONFIG_DIR = Path(__file__).resolve().parents[3] / "config"
 PREFILL, NO_PREFILL = "engine.pd.num_prefill_engines=1", "engine.pd.num_prefill_engines=0"

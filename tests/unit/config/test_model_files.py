@@ -1,9 +1,9 @@
 import pytest
 from tests.support.resolved_words import CONFIG_DIR
 
-from posttrain.artifacts import Paths
 from posttrain.errors import ConfigError
-from posttrain.planner.resolve import resolve
+from posttrain.plan.resolve import resolve
+from posttrain.store import Paths
 
 
 def _resolve(**keys):

@@ -9,7 +9,7 @@ import pytest
 
 from posttrain.config.optimizer import Optimizer
 from posttrain.errors import ConfigError
-from posttrain.planner.resolve import resolve
+from posttrain.plan.resolve import resolve
 
 CONFIG_DIR = Path(__file__).parents[3] / "config"
 

@@ -21,14 +21,14 @@ from posttrain.config.derived import (
 from posttrain.config.request import WORKFLOW_KEYS
 from posttrain.config.schema import Parallel
 from posttrain.errors import ConfigError
-from posttrain.planner.flags.sglang_flags import DECODE, PREFILL, UNIFIED, environment_flags, sglang_flags
-from posttrain.planner.problems import find_problems
-from posttrain.planner.resolve import resolve
-from posttrain.planner.sizing.engine import engine_memory
-from posttrain.planner.sizing.layout import assess_layout
-from posttrain.planner.sizing.memory_phases import capacity_gib, phase_memory
-from posttrain.planner.timing.duration import Bandwidths
-from posttrain.planner.timing.step_time import step_durations, workload
+from posttrain.plan.flags.sglang_flags import DECODE, PREFILL, UNIFIED, environment_flags, sglang_flags
+from posttrain.plan.problems import find_problems
+from posttrain.plan.resolve import resolve
+from posttrain.plan.sizing.engine import engine_memory
+from posttrain.plan.sizing.layout import assess_layout
+from posttrain.plan.sizing.memory_phases import capacity_gib, phase_memory
+from posttrain.plan.timing.duration import Bandwidths
+from posttrain.plan.timing.step_time import step_durations, workload
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG_DIR = ROOT / "config"

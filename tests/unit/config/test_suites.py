@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from posttrain.artifacts import Paths, suite_folders
 from posttrain.config.data import UNPINNED
 from posttrain.config.load import Resolved, merge
 from posttrain.config.suites import (
@@ -21,7 +20,8 @@ from posttrain.config.suites import (
     suite_data,
 )
 from posttrain.errors import ConfigError
-from posttrain.preflight.refusals import find_refusals
+from posttrain.plan.preflight.refusals import find_refusals
+from posttrain.store import Paths, suite_folders
 
 CONFIG_DIR = Path(__file__).resolve().parents[3] / "config"
 SUITE = "evaluation.suites.sums"

@@ -4,6 +4,8 @@ import os
 import sys
 from types import TracebackType
 
+from posttrain.moved_modules import find_moved_modules
+
 __version__ = "0.2.0"
 
 
@@ -15,5 +17,6 @@ def _end_in_one_line(kind: type[BaseException], error: BaseException, trace: Tra
         sys.__excepthook__(kind, error, trace)
 
 
+find_moved_modules()
 if sys.excepthook is sys.__excepthook__:
     sys.excepthook = _end_in_one_line

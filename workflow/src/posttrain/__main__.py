@@ -14,13 +14,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from posttrain.artifacts import Paths
-from posttrain.artifacts.group_permissions import announce_sharing
 from posttrain.cli import RESOLVED, add_option, run
 from posttrain.config.command_line import CONFIG_DIR, read_request
 from posttrain.config.load import Resolved
 from posttrain.config.serving_benchmark import CONCURRENCIES
-from posttrain.training.lineage import refuse_other_run
+from posttrain.rl.training.lineage import refuse_other_run
+from posttrain.store import Paths
+from posttrain.store.group_permissions import announce_sharing
 
 COMMANDS = {
     "plan": "memory, storage, durations and flags of a configuration, as a page; what cannot run fails",
@@ -189,7 +189,7 @@ def _is_installed(name: str) -> bool:
 
 def _resolve(request: dict[str, Any]) -> Resolved:
     # What a job has resolved needs no planner.
-    from posttrain.planner.resolve import resolve
+    from posttrain.plan.resolve import resolve
 
     return resolve(request, CONFIG_DIR)
 

@@ -15,12 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from posttrain.artifacts.resolved_file import read_resolved
+from posttrain.cluster.processes import follow_driver
 from posttrain.config.load import Resolved
 from posttrain.errors import CheckpointError, ConfigError, explain
-from posttrain.observability.logging import configure_logging
-from posttrain.observability.rank_progress import leave_last_words
-from posttrain.processes import follow_driver
+from posttrain.report.logging import configure_logging
+from posttrain.report.rank_progress import leave_last_words
+from posttrain.store.resolved_file import read_resolved
 
 log = logging.getLogger(__name__)
 

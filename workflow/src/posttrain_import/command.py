@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from posttrain.artifacts import write_text
 from posttrain.config.command_line import CONFIG_DIR, read_request
 from posttrain.errors import ConfigError, Problem, one_line, raise_if_any
+from posttrain.store import write_text
 from posttrain_import.config_file import render
 from posttrain_import.importing import Told, import_flags
 from posttrain_import.launcher import read_launcher

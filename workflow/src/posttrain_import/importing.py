@@ -19,7 +19,7 @@ from posttrain.config import schema
 from posttrain.config.fields import check_ranges, leaf_types, typed
 from posttrain.config.load import Resolved, merge
 from posttrain.errors import ConfigError, Problem
-from posttrain.planner.sizing.layout_choice import choose_layout
+from posttrain.plan.sizing.layout_choice import choose_layout
 from posttrain_import.expression import literal
 from posttrain_import.planned_flags import as_plain, disagreement, emitted
 from posttrain_import.row import NotHere, Row

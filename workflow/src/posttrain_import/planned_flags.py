@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from posttrain.config.schema import Config
-from posttrain.planner.flags.megatron_flags import megatron_flags
-from posttrain.planner.flags.sglang_flags import engine_flags
+from posttrain.plan.flags.megatron_flags import megatron_flags
+from posttrain.plan.flags.sglang_flags import engine_flags
 from posttrain_import.expression import literal
 from posttrain_import.row import Row
 from posttrain_import.script import Given

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
-from posttrain.artifacts import Paths, write_json, write_text
+from posttrain.cluster.processes import scratch_folder
 from posttrain.errors import Problem, raise_if_any
-from posttrain.forecast.plan_page import plan_title
-from posttrain.planner.rehearsal_record import file_of
-from posttrain.processes import scratch_folder
+from posttrain.plan.forecast.plan_page import plan_title
+from posttrain.plan.rehearsal_record import file_of
+from posttrain.store import Paths, write_json, write_text
 from posttrain_rehearsal.outcome import judge, render
 from posttrain_rehearsal.start import rehearse, require_rehearsable
 

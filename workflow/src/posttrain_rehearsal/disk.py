@@ -25,13 +25,13 @@ from torch.futures import Future as TorchFuture
 from posttrain.checkpoint.formats.torch_dist import planned_metadata
 from posttrain.checkpoint.formats.torch_dist_format import METADATA_NAME, FormatUnpickler
 from posttrain.config.schema import Architecture
-from posttrain.megatron_backend import checkpoint
-from posttrain.megatron_backend.model import Policy
-from posttrain.megatron_backend.sleep import SleepingTrainer
-from posttrain.training import checkpoint_writer
-from posttrain.training.checkpoint_writer import CheckpointWriter
-from posttrain.training.checkpoints import CheckpointFolder
-from posttrain.training.saved_state import CheckpointToLoad, SavedState
+from posttrain.rl.megatron_backend import checkpoint
+from posttrain.rl.megatron_backend.model import Policy
+from posttrain.rl.megatron_backend.sleep import SleepingTrainer
+from posttrain.rl.training import checkpoint_writer
+from posttrain.rl.training.checkpoint_writer import CheckpointWriter
+from posttrain.rl.training.checkpoints import CheckpointFolder
+from posttrain.rl.training.saved_state import CheckpointToLoad, SavedState
 
 
 def converted(arch: Architecture, folder: Path) -> None:

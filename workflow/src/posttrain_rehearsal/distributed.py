@@ -161,7 +161,7 @@ def join(rank: int, world_size: int, gpus_per_node: int, created: list[list[int]
     )
     dist.distributed_c10d._get_object_coll_device = lambda group=None: "cpu" if is_of_host(group) else "cuda"
 
-    from posttrain.megatron_backend import initialize
+    from posttrain.rl.megatron_backend import initialize
 
     initialize.join_ranks = lambda backend, timeout: dist.init_process_group(
         "fake", rank=rank, world_size=world_size, store=FakeStore()

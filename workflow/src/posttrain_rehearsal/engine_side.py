@@ -17,21 +17,21 @@ from typing import Any
 import torch
 
 import posttrain_weights
-from posttrain.artifacts import read_json, write_json
 from posttrain.checkpoint.formats.as_transformers import hub_config
 from posttrain.checkpoint.formats.hf_config import fixed_values
 from posttrain.checkpoint.formats.safetensors_io import TensorSpec
 from posttrain.checkpoint.param_names import expected_tensors
 from posttrain.checkpoint.quantization.quantized_names import layer_of
+from posttrain.cluster.processes import start_child
 from posttrain.config.command_line import CONFIG_DIR
 from posttrain.config.schema import Config
-from posttrain.engines.buckets import make_buckets
-from posttrain.engines.launch_command import render_engine_command
 from posttrain.errors import Problem
-from posttrain.planner.flags.flag import Flag
-from posttrain.planner.flags.sglang_flags import nodes_per_engine, roles, sglang_flags, world_size
-from posttrain.processes import start_child
-from posttrain.weight_sync.publish import MIB, served_format
+from posttrain.plan.flags.flag import Flag
+from posttrain.plan.flags.sglang_flags import nodes_per_engine, roles, sglang_flags, world_size
+from posttrain.rl.engines.buckets import make_buckets
+from posttrain.rl.engines.launch_command import render_engine_command
+from posttrain.rl.weight_sync.publish import MIB, served_format
+from posttrain.store import read_json, write_json
 from posttrain_rehearsal.in_sglang.stand_in_gpus import KERNELS
 from posttrain_rehearsal.rank_subset import shallow
 from posttrain_weights.load_tracer import DTYPES

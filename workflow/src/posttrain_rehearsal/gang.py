@@ -25,11 +25,11 @@ from typing import Any
 def main() -> None:
     """Fork all ranks, and wait for them; the first that fails ends the others."""
     resolved, folder = Path(sys.argv[1]), Path(sys.argv[2])
-    from posttrain.processes import die_with_parent
+    from posttrain.cluster.processes import die_with_parent
 
     die_with_parent(os.getppid())
     gang = os.getpid()
-    from posttrain.artifacts.resolved_file import read_resolved
+    from posttrain.store.resolved_file import read_resolved
     from posttrain_rehearsal import stand_ins
     from posttrain_rehearsal.rank_subset import is_quick, members, rehearsed_config, stage_size
     from posttrain_rehearsal.recorder import Recorder
@@ -42,7 +42,7 @@ def main() -> None:
     stand_ins.install(recorder, whole)
     import torch.distributed as dist
 
-    import posttrain.training.loop  # noqa: F401 what all ranks need is imported once
+    import posttrain.rl.training.loop  # noqa: F401 what all ranks need is imported once
     from posttrain_rehearsal import disk
 
     config, drawn = rehearsed_config(asked), sampled_shapes_of(asked)

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 
 from posttrain.checkpoint.quantization.fp8 import BLOCK, Fp8Format
-from posttrain.megatron_backend.glm5.sparse_attention import KeptKeys
+from posttrain.rl.megatron_backend.glm5.sparse_attention import KeptKeys
 from posttrain_rehearsal.recorder import Phase, Recorder
 
 
 def provide(recorder: Recorder) -> None:
     """Let the choice of keys, positions, log-probabilities of a chunk, and a served matrix be such computations."""
-    from posttrain.algorithm import logprobs
-    from posttrain.megatron_backend import packed_rotary, served_values
-    from posttrain.megatron_backend.glm5 import latent_space
+    from posttrain.rl.algorithm import logprobs
+    from posttrain.rl.megatron_backend import packed_rotary, served_values
+    from posttrain.rl.megatron_backend.glm5 import latent_space
 
     latent_space.places_of_block = once(latent_space.places_of_block, recorder, _like_places)
     packed_rotary.own_positions = once(packed_rotary.own_positions, recorder, _like_positions)

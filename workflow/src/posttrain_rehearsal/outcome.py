@@ -11,13 +11,13 @@ from typing import Any
 from posttrain.config.derived import takes_turns
 from posttrain.config.load import Resolved
 from posttrain.config.schema import Config
-from posttrain.observability.report_page import render_page
-from posttrain.observability.verdict import Finding, Verdict
-from posttrain.planner.flags.env_conflicts import environments, find_env_conflicts, inherited_by_all
-from posttrain.planner.rehearsal_record import digest, lengths_digest
-from posttrain.planner.sizing.memory import GIB
-from posttrain.planner.sizing.memory_phases import PhaseMemory, phase_memory
-from posttrain.planner.sizing.untracked_memory import untracked_terms
+from posttrain.plan.flags.env_conflicts import environments, find_env_conflicts, inherited_by_all
+from posttrain.plan.rehearsal_record import digest, lengths_digest
+from posttrain.plan.sizing.memory import GIB
+from posttrain.plan.sizing.memory_phases import PhaseMemory, phase_memory
+from posttrain.plan.sizing.untracked_memory import untracked_terms
+from posttrain.report.report_page import render_page
+from posttrain.report.verdict import Finding, Verdict
 from posttrain_rehearsal.named_stand_ins import STAND_INS
 from posttrain_rehearsal.rank_subset import is_quick, stage_size, stages_of
 from posttrain_rehearsal.sampled_shapes import rehearsed_row, sampled_shapes_of

@@ -13,9 +13,9 @@ import torch
 
 from posttrain.config.derived import world_size
 from posttrain.config.schema import Config
-from posttrain.engines.buckets import weight_of
-from posttrain.megatron_backend.weights import DTYPES
-from posttrain.weight_sync.engine_layout import CODES, EngineLayout, EngineShards
+from posttrain.rl.engines.buckets import weight_of
+from posttrain.rl.megatron_backend.weights import DTYPES
+from posttrain.rl.weight_sync.engine_layout import CODES, EngineLayout, EngineShards
 from posttrain_rehearsal.distributed import require_nccl_takes
 from posttrain_rehearsal.recorder import Recorder
 from posttrain_weights.channel import Channel
@@ -29,7 +29,7 @@ NCCL = "2"
 
 def provide(recorder: Recorder, config: Config) -> None:
     """Let a transfer's members meet nobody, its messages leave, and memory that a GPU shares be a tensor."""
-    from posttrain.weight_sync import sharded
+    from posttrain.rl.weight_sync import sharded
     from posttrain_weights import sender
 
     places = places_of(config)

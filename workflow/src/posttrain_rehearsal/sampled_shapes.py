@@ -9,8 +9,8 @@ from pathlib import Path
 from posttrain.config.load import Resolved
 from posttrain.config.schema import Config
 from posttrain.errors import ConfigError, Problem, raise_if_any
-from posttrain.planner.sizing.activations import MicroBatch, fullest_micro_batch
-from posttrain.planner.sizing.assumptions import ASSUMPTIONS, Assumptions
+from posttrain.plan.sizing.activations import MicroBatch, fullest_micro_batch
+from posttrain.plan.sizing.assumptions import ASSUMPTIONS, Assumptions
 
 # Of a prompt and of its response, in tokens.
 Length = tuple[int, int]

@@ -12,12 +12,12 @@ import numpy as np
 
 from posttrain.config.derived import data_parallel_size, micro_batch_multiple
 from posttrain.config.schema import Config
-from posttrain.engines.routes import smallest
-from posttrain.planner.sizing.activations import fullest_micro_batch
-from posttrain.planner.sizing.assumptions import ASSUMPTIONS
-from posttrain.rollout.coordinator import RolloutResult
-from posttrain.rollout.rollout_store import RolloutStore
-from posttrain.training.batch import plan_rows, row_multiples
+from posttrain.plan.sizing.activations import fullest_micro_batch
+from posttrain.plan.sizing.assumptions import ASSUMPTIONS
+from posttrain.rl.engines.routes import smallest
+from posttrain.rl.rollout.coordinator import RolloutResult
+from posttrain.rl.rollout.rollout_store import RolloutStore
+from posttrain.rl.training.batch import plan_rows, row_multiples
 from posttrain.types import Prompt, Routes, Sample, SampleGroup
 from posttrain_rehearsal.sampled_shapes import AS_PLANNED, Length, SampledShapes, rehearsed_row
 

@@ -1,4 +1,4 @@
-"""What a rank does in a rehearsal: it builds, loads, makes two steps of `training.loop`, saves, and resumes."""
+"""What a rank does in a rehearsal: it builds, loads, makes two steps of `rl.training.loop`, saves, and resumes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import torch
 
 from posttrain.config.derived import takes_turns, uses_engines, weight_transport, world_size
 from posttrain.config.schema import Config
-from posttrain.planner.sizing.assumptions import Assumptions
-from posttrain.planner.sizing.phases import ASLEEP
+from posttrain.plan.sizing.assumptions import Assumptions
+from posttrain.plan.sizing.phases import ASLEEP
 from posttrain_rehearsal.device import SimulatedDevice
 from posttrain_rehearsal.distributed import Groups, join
 from posttrain_rehearsal.messages import Messages
@@ -45,10 +45,10 @@ def rehearse(
         messages: To the other ranks that are rehearsed.
         files: Of all of them; has `torch_dist`, from `disk.converted`.
     """
-    from posttrain.megatron_backend.initialize import initialize
-    from posttrain.megatron_backend.model import build_policy
-    from posttrain.megatron_backend.simulated import tell_of_late_gradients
-    from posttrain.training import loop
+    from posttrain.rl.megatron_backend.initialize import initialize
+    from posttrain.rl.megatron_backend.model import build_policy
+    from posttrain.rl.megatron_backend.simulated import tell_of_late_gradients
+    from posttrain.rl.training import loop
     from posttrain_rehearsal import disk, memoized_ops, simulated_sleep, values
 
     small = shortened(config, drawn)
@@ -179,17 +179,17 @@ def _run_of(
     there: Sequence[int],
     recorder: Recorder,
 ) -> tuple[Any, Any]:
-    from posttrain.megatron_backend import weights as weights_module
-    from posttrain.megatron_backend.plain_data import share_plain
-    from posttrain.megatron_backend.served_values import ServedValues
-    from posttrain.megatron_backend.weights import HubWeights
-    from posttrain.rollout.source import SynchronousSource
-    from posttrain.training.assembly import objective_of
-    from posttrain.training.colocation import Colocation, wait_for_all
-    from posttrain.training.mismatch import EngineComparison
-    from posttrain.training.run import TrainingRun
-    from posttrain.weight_sync.engine_layout import EngineShards
-    from posttrain.weight_sync.publish import WeightPublisher, served_format
+    from posttrain.rl.megatron_backend import weights as weights_module
+    from posttrain.rl.megatron_backend.plain_data import share_plain
+    from posttrain.rl.megatron_backend.served_values import ServedValues
+    from posttrain.rl.megatron_backend.weights import HubWeights
+    from posttrain.rl.rollout.source import SynchronousSource
+    from posttrain.rl.training.assembly import objective_of
+    from posttrain.rl.training.colocation import Colocation, wait_for_all
+    from posttrain.rl.training.mismatch import EngineComparison
+    from posttrain.rl.training.run import TrainingRun
+    from posttrain.rl.weight_sync.engine_layout import EngineShards
+    from posttrain.rl.weight_sync.publish import WeightPublisher, served_format
     from posttrain_rehearsal import receivers, simulated_sleep
 
     everybody = weights_module.gather_plain
@@ -227,7 +227,7 @@ def _run_of(
 
 
 def _follow_phases(recorder: Recorder) -> None:
-    from posttrain.training.phases import PhaseClock
+    from posttrain.rl.training.phases import PhaseClock
 
     original = PhaseClock._timed
 

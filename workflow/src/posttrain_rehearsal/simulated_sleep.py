@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from posttrain.megatron_backend import sleep
-from posttrain.megatron_backend.model import Policy
-from posttrain.megatron_backend.sleep import SleepingTrainer
+from posttrain.rl.megatron_backend import sleep
+from posttrain.rl.megatron_backend.model import Policy
+from posttrain.rl.megatron_backend.sleep import SleepingTrainer
 from posttrain_rehearsal.device import SimulatedDevice
 from posttrain_rehearsal.recorder import Recorder
 

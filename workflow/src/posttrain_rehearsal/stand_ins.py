@@ -14,9 +14,9 @@ from unittest.mock import MagicMock
 import torch
 
 from posttrain.config.schema import Config
-from posttrain.planner.flags.environment import capability
-from posttrain.planner.flags.sparse_kernels import sparse_kernel
-from posttrain.planner.sizing.memory import GIB
+from posttrain.plan.flags.environment import capability
+from posttrain.plan.flags.sparse_kernels import sparse_kernel
+from posttrain.plan.sizing.memory import GIB
 from posttrain_rehearsal import deepep, tile_kernels, transformer_engine
 from posttrain_rehearsal.recorder import Recorder
 
@@ -34,7 +34,7 @@ def install(recorder: Recorder, config: Config) -> None:
     _provide_devices(recorder, capability(config), int(config.hardware.memory_gib_per_gpu * GIB))
     _provide_biases()
     _provide_numbers()
-    from posttrain.megatron_backend.simulated import without_random_state
+    from posttrain.rl.megatron_backend.simulated import without_random_state
 
     without_random_state()
     # Module.to would swap a parameter in place, and cannot while the mode knows it.

@@ -10,13 +10,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from posttrain.artifacts.resolved_file import write_resolved
 from posttrain.config.command_line import CONFIG_DIR
 from posttrain.config.load import Resolved
 from posttrain.config.schema import Config
 from posttrain.errors import ConfigError, Problem
-from posttrain.planner.flags.environment import trainer_environment
-from posttrain.planner.flags.flag import as_environment
+from posttrain.plan.flags.environment import trainer_environment
+from posttrain.plan.flags.flag import as_environment
+from posttrain.store.resolved_file import write_resolved
 from posttrain_rehearsal.outcome import outcome
 from posttrain_rehearsal.rank_subset import is_quick, members, rehearsed_config
 from posttrain_rehearsal.sampled_shapes import sampled_shapes_of

@@ -13,8 +13,8 @@ from typing import Any
 from posttrain.config.derived import takes_turns, uses_engines
 from posttrain.config.schema import Config
 from posttrain.errors import Problem
-from posttrain.planner.sizing.memory import GIB
-from posttrain.planner.sizing.phases import OPTIMIZER, PHASES, TRAINER
+from posttrain.plan.sizing.memory import GIB
+from posttrain.plan.sizing.phases import OPTIMIZER, PHASES, TRAINER
 from posttrain_rehearsal.rank_subset import stage_size
 
 KEY = "rehearsal"
@@ -320,7 +320,7 @@ def _size_of(kind: str, phase: Mapping[str, Any]) -> int:
 
 
 def _awake_in_others_turn(config: Config, traces: Sequence[Trace]) -> Iterator[Problem]:
-    """Find what a phase does not need (`planner.sizing.phases`) and does not sleep in it."""
+    """Find what a phase does not need (`plan.sizing.phases`) and does not sleep in it."""
     if not takes_turns(config):
         return
     for trace in traces:

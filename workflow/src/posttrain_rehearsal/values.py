@@ -17,7 +17,7 @@ from posttrain_rehearsal.recorder import Recorder
 # The step behind whose last update one comes that must not be applied.
 SPOILED_STEP = 2
 SPOILED = "spoiled update"
-LOAD, UPDATES = "megatron_backend/expert_load.py", "megatron_backend/train_step.py"
+LOAD, UPDATES = "rl/megatron_backend/expert_load.py", "rl/megatron_backend/train_step.py"
 
 
 def provide(recorder: Recorder, device: SimulatedDevice, spoils: bool) -> None:
@@ -30,8 +30,8 @@ def provide(recorder: Recorder, device: SimulatedDevice, spoils: bool) -> None:
         device: Of this rank.
         spoils: It is this rank's gradients that are not finite.
     """
-    from posttrain.megatron_backend import train_step
-    from posttrain.training.run import TrainingRun
+    from posttrain.rl.megatron_backend import train_step
+    from posttrain.rl.training.run import TrainingRun
 
     apply, log, passes = TrainingRun._update, TrainingRun.log_step, train_step._run_schedule
     reports: list[torch.Tensor] = []
@@ -106,7 +106,7 @@ def _expect_nothing(recorder: Recorder, apply: Any) -> None:
     Raises:
         HangError: Some ranks apply it.
     """
-    from posttrain.megatron_backend.train_step import NON_FINITE
+    from posttrain.rl.megatron_backend.train_step import NON_FINITE
 
     try:
         outcome = apply().outcome

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from posttrain.artifacts import Paths, receipt_of
 from posttrain.checkpoint.formats.hf_architecture import architecture_of, precision_of
 from posttrain.checkpoint.formats.hf_layout import read_object
 from posttrain.config.data import UNPINNED
@@ -16,6 +15,7 @@ from posttrain.config.load import Resolved, load_resolved, merge
 from posttrain.config.model_names import known_models, plain_name
 from posttrain.config.schema import Architecture, Config
 from posttrain.errors import ConfigError, Problem, one_line
+from posttrain.store import Paths, receipt_of
 from posttrain_serving.activation_scales import check_scales
 
 CONFIG_FILE, RESOLVED_FILE = "config.json", "config.resolved.yaml"

@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.checkpoint.reference_logprobs import CANARY_NAME, read_reference_logprobs
+from posttrain.cluster.slurm_query import job_is_alive
 from posttrain.config.command_line import CONFIG_DIR, read_request
 from posttrain.config.load import Resolved, merge
 from posttrain.config.request import parse_request
 from posttrain.config.schema import Config, Hardware
-from posttrain.engines.calls import EngineError
-from posttrain.engines.reference_logprobs import hold, told
-from posttrain.engines.secret import SECRET_VARIABLE
 from posttrain.errors import ConfigError, Problem, raise_if_any
-from posttrain.launch.slurm_query import job_is_alive
-from posttrain.planner.resolve import resolve
-from posttrain.preflight.machine import check_port
-from posttrain.preflight.report import raise_problems
+from posttrain.plan.preflight.machine import check_port
+from posttrain.plan.preflight.report import raise_problems
+from posttrain.plan.resolve import resolve
+from posttrain.rl.engines.calls import EngineError
+from posttrain.rl.engines.reference_logprobs import hold, told
+from posttrain.rl.engines.secret import SECRET_VARIABLE
 from posttrain_serving.checkpoint import Checkpoint, find_checkpoint, of_run
 from posttrain_serving.foreground import serve_in_foreground, told_to_end
 from posttrain_serving.launch import Launch, Process, plan_launch, url_of

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from posttrain.config.schema import Config
-from posttrain.planner.sizing.engine import GIB, kv_tokens, weights_bytes_per_gpu
-from posttrain.planner.timing.decoding import DecodingGpus
-from posttrain.planner.timing.serving_load import SHOWN_CONCURRENCIES, ServedRow, is_predicted, predict_serving
+from posttrain.plan.sizing.engine import GIB, kv_tokens, weights_bytes_per_gpu
+from posttrain.plan.timing.decoding import DecodingGpus
+from posttrain.plan.timing.serving_load import SHOWN_CONCURRENCIES, ServedRow, is_predicted, predict_serving
 from posttrain_serving.fit import Size
 from posttrain_serving.serve_request import ServeRequest
 

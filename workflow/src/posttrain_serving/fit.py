@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from posttrain.config.schema import Architecture, Config, Hardware
 from posttrain.errors import ConfigError, Problem
-from posttrain.planner.sizing.engine import SERVING_SHARE, fits, serving_gib_per_gpu
+from posttrain.plan.sizing.engine import SERVING_SHARE, fits, serving_gib_per_gpu
 from posttrain.readable import counted
 from posttrain_serving.serve_request import ServeRequest, computed_with
 
@@ -25,7 +25,7 @@ class Size:
     Args:
         num_gpus: Its GPUs.
         nodes: The nodes that they are on.
-        attention: "tensor_parallel" or "data_parallel"; see `planner.sizing.engine`.
+        attention: "tensor_parallel" or "data_parallel"; see `plan.sizing.engine`.
         gib_per_gpu: Weights and one long request on each GPU.
     """
 

@@ -14,13 +14,13 @@ from types import FrameType
 import psutil
 
 from posttrain.checkpoint.reference_logprobs import read_reference_logprobs
-from posttrain.engines.calls import EngineError
-from posttrain.engines.process import ended_with_family
-from posttrain.engines.reference_logprobs import hold, told, wait_healthy
-from posttrain.engines.secret import SECRET_VARIABLE
-from posttrain.planner.flags.environment import started_with
-from posttrain.planner.flags.flag import as_environment
-from posttrain.processes import end_processes, start_child
+from posttrain.cluster.processes import end_processes, start_child
+from posttrain.plan.flags.environment import started_with
+from posttrain.plan.flags.flag import as_environment
+from posttrain.rl.engines.calls import EngineError
+from posttrain.rl.engines.process import ended_with_family
+from posttrain.rl.engines.reference_logprobs import hold, told, wait_healthy
+from posttrain.rl.engines.secret import SECRET_VARIABLE
 from posttrain_serving.launch import Process
 
 log = logging.getLogger(__name__)

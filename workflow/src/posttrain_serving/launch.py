@@ -1,6 +1,6 @@
 """Plans a launch: from a request and a checkpoint to processes, their files, and notes.
 
-The flags are those of `planner.flags`, where training's are; here engine, checkpoint, address and place among nodes are
+The flags are those of `plan.flags`, where training's are; here engine, checkpoint, address and place among nodes are
 put together.
 """
 
@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 
 from posttrain.config.engine import PrefillDecode
 from posttrain.config.schema import Config, Hardware
-from posttrain.engines import sglang_server
 from posttrain.errors import raise_if_any
-from posttrain.planner.flags.flag import Flag, as_arguments, flag
-from posttrain.planner.flags.sglang_flags import DECODE, PREFILL, UNIFIED, embedded_flags
-from posttrain.planner.sizing.engine import SERVING_SHARE
-from posttrain.planner.timing.serving_load import ServedRow
+from posttrain.plan.flags.flag import Flag, as_arguments, flag
+from posttrain.plan.flags.sglang_flags import DECODE, PREFILL, UNIFIED, embedded_flags
+from posttrain.plan.sizing.engine import SERVING_SHARE
+from posttrain.plan.timing.serving_load import ServedRow
+from posttrain.rl.engines import sglang_server
 from posttrain_serving.checkpoint import Checkpoint
 from posttrain_serving.expected_speed import expected_speed
 from posttrain_serving.fit import Size, choose_size
@@ -50,7 +50,7 @@ class Process:
         program: What starts it, the checkpoint included where it stands before all flags.
         flags: Its command line.
         environment: Variables that it gets.
-        is_ours: It obeys whoever shows the secret of `engines.secret`.
+        is_ours: It obeys whoever shows the secret of `rl.engines.secret`.
     """
 
     title: str
@@ -243,7 +243,7 @@ def _embedded(serve_request: ServeRequest, checkpoint: Checkpoint, config: Confi
         ),
         *_address(serve_request, UNIFIED),
     )
-    program = (sys.executable, "-m", "posttrain.engines.embedded")
+    program = (sys.executable, "-m", "posttrain.rl.engines.embedded")
     environment = tuple(serving_environment(config))
     return [Process("the embedded engine", program, flags, environment, is_ours=True)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from posttrain.config.schema import Config
-from posttrain.planner.flags.flag import Flag
+from posttrain.plan.flags.flag import Flag
 from posttrain_serving.checkpoint import Checkpoint
 from posttrain_serving.flags.serving_flags import CARD, COOKBOOK, PARSERS, renamed
 from posttrain_serving.flags.trtllm_flags import CONTAINER

@@ -14,10 +14,10 @@ import yaml
 from posttrain.checkpoint.formats.config_patch import apply_changes
 from posttrain.checkpoint.formats.hf_layout import read_object
 from posttrain.checkpoint.formats.patched_copy import alias_changes
-from posttrain.engines.secret import SECRET_VARIABLE
 from posttrain.errors import one_line
-from posttrain.planner.flags.flag import Flag
-from posttrain.planner.timing.serving_load import FITTED_TO, ServedRow
+from posttrain.plan.flags.flag import Flag
+from posttrain.plan.timing.serving_load import FITTED_TO, ServedRow
+from posttrain.rl.engines.secret import SECRET_VARIABLE
 from posttrain_serving.checkpoint import Checkpoint
 from posttrain_serving.launch import Launch, Process
 

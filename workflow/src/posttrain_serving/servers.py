@@ -1,7 +1,7 @@
 """Registers servers: a file for each in the results folder, and leases on ports and GPUs.
 
     serving/{server}.json            what is served, at which address, in which job
-    serving/leases/{machine}/port-8000, gpu-0   held as long as the server lives (`artifacts.lease`)
+    serving/leases/{machine}/port-8000, gpu-0   held as long as the server lives (`store.lease`)
 
 A server takes the leases before it takes a GPU, and its file goes with it. Where it was killed its file stays, and the
 leases tell that nobody holds them.
@@ -18,9 +18,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from posttrain.artifacts import hash_file, read_json, read_receipt, receipt_of, write_json
-from posttrain.artifacts.lease import Holder, JobIsAlive, Lease, LeaseHeldError, is_process_of, living_holder, unknown
 from posttrain.errors import CheckpointError, ConfigError, Problem, one_line
+from posttrain.store import hash_file, read_json, read_receipt, receipt_of, write_json
+from posttrain.store.lease import Holder, JobIsAlive, Lease, LeaseHeldError, is_process_of, living_holder, unknown
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ def holder_of(results: Path, server: Server, job_is_alive: JobIsAlive = unknown)
 
 
 def is_server(results: Path, server: Server, holder: Holder) -> bool:
-    """Return whether a holder's process on this machine is the server, see `artifacts.lease.is_process_of`."""
+    """Return whether a holder's process on this machine is the server, see `store.lease.is_process_of`."""
     return is_process_of(holder, _lease_folder(results, server.host, f"port-{server.port}"))
 
 

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import psutil
 
-from posttrain.artifacts.lease import Holder
+from posttrain.cluster.container import make_shared_roots, srun_options, wrap
+from posttrain.cluster.slurm_job import options_of_nodes
+from posttrain.cluster.slurm_query import JOB_PREFIX, ask, job_is_alive, job_number
 from posttrain.config.schema import Config
 from posttrain.errors import ConfigError, Problem
-from posttrain.launch.container import make_shared_roots, srun_options, wrap
-from posttrain.launch.slurm_job import options_of_nodes
-from posttrain.launch.slurm_query import JOB_PREFIX, ask, job_is_alive, job_number
+from posttrain.store.lease import Holder
 from posttrain_serving.servers import FOLDER, Server, holder_of, is_server, named, read_servers, this_machine
 
 # An engine has ten seconds to end and SLURM thirty to see it; what it started has some more.

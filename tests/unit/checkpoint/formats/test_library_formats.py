@@ -14,7 +14,7 @@ from posttrain.checkpoint.quantization.quantized_names import CLASSES, Selection
 from posttrain.config.formats import Serving
 from posttrain.config.rules import _serving_rows
 from posttrain.errors import CheckpointError, ConfigError
-from posttrain.planner.resolve import resolve
+from posttrain.plan.resolve import resolve
 
 NAME = "model.layers.1.mlp.experts.2.up_proj.weight"
 MODULE = "model.layers.1.mlp.experts.2.up_proj."

@@ -22,7 +22,6 @@ from tests.support.tiny_checkpoint import (
 )
 from transformers import AutoTokenizer
 
-from posttrain.artifacts import Receipt, hash_file, record_files
 from posttrain.checkpoint.formats.config_patch import PATCH_FILE, read_patch, undo_patch
 from posttrain.checkpoint.formats.hf_config import check_config
 from posttrain.checkpoint.formats.hf_layout import check_layout, read_object
@@ -32,9 +31,10 @@ from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
 from posttrain.checkpoint.param_names import expected_tensors, require_tensors
 from posttrain.checkpoint.staging import file_placement
 from posttrain.config.schema import Model, Patch
-from posttrain.data.chat import ChatTokenizer
-from posttrain.data.tokenizer_check import check_tokenizer
 from posttrain.errors import CheckpointError
+from posttrain.rl.data.chat import ChatTokenizer
+from posttrain.rl.data.tokenizer_check import check_tokenizer
+from posttrain.store import Receipt, hash_file, record_files
 
 NATIVE, ALIAS = (
     Model("small", architecture=ARCHITECTURE, patch=Patch(target)) for target in ("native", "deepseek_v32")

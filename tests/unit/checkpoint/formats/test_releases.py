@@ -15,7 +15,6 @@ from tests.support.folders_in_parts import make_folder
 from tests.support.resolved_words import CONFIG_DIR
 from tests.support.small_checkpoint import tokenizer, write_object
 
-from posttrain.artifacts import Receipt, record_files
 from posttrain.checkpoint.formats.as_transformers import hub_config
 from posttrain.checkpoint.formats.hf_config import check_config, fixed_values
 from posttrain.checkpoint.formats.hf_layout import check_layout, read_object
@@ -26,9 +25,10 @@ from posttrain.checkpoint.hub.local_folder import list_folder
 from posttrain.checkpoint.param_names import expected_tensors
 from posttrain.config.load import read_yaml
 from posttrain.config.schema import Architecture, Model, Patch, RopeScaling
-from posttrain.data.chat import ChatTokenizer
-from posttrain.data.tokenizer_check import check_tokenizer
 from posttrain.errors import CheckpointError
+from posttrain.rl.data.chat import ChatTokenizer
+from posttrain.rl.data.tokenizer_check import check_tokenizer
+from posttrain.store import Receipt, record_files
 
 # Macros, namespaces, loops, tests, tools, reasoning: what the templates of these families use.
 TEMPLATE = (

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from posttrain.artifacts import hash_file
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader, TensorSpec, read_header
 from posttrain.checkpoint.formats.shard_writer import (
     HashingFile,
@@ -17,6 +16,7 @@ from posttrain.checkpoint.formats.shard_writer import (
     write_index,
     write_shard,
 )
+from posttrain.store import hash_file
 
 DTYPE_NAMES = {
     torch.float32: "F32",

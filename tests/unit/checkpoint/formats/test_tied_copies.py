@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import save_file
 from tests.support.tiny_checkpoint import TINY, TINY_QWEN3, make_random_checkpoint, write_shards
 
-from posttrain.artifacts import Receipt, record_files
 from posttrain.checkpoint.formats.config_patch import PATCH_FILE, read_patch
 from posttrain.checkpoint.formats.hf_layout import check_layout
 from posttrain.checkpoint.formats.patched_copy import patch_folder
@@ -17,6 +16,7 @@ from posttrain.checkpoint.formats.tied_copies import check_copies, differing_cop
 from posttrain.checkpoint.param_names import optional_copies
 from posttrain.config.schema import Model, Patch
 from posttrain.errors import CheckpointError
+from posttrain.store import Receipt, record_files
 
 UNTIED = dataclasses.replace(TINY_QWEN3, tie_word_embeddings=False)
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

@@ -13,7 +13,6 @@ from tests.support.tiny_checkpoint import (
     write_shards,
 )
 
-from posttrain.artifacts import part_receipt_of, partial_of
 from posttrain.checkpoint.formats.torch_dist import (
     Conversion,
     planned_metadata,
@@ -24,6 +23,7 @@ from posttrain.checkpoint.formats.torch_dist_format import read_metadata
 from posttrain.checkpoint.formats.torch_dist_reader import TorchDistReader
 from posttrain.checkpoint.param_names import by_key, optional_copies, to_megatron
 from posttrain.errors import CheckpointError
+from posttrain.store import part_receipt_of, partial_of
 
 
 @pytest.fixture(scope="module")

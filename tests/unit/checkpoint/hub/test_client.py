@@ -11,7 +11,6 @@ import pytest
 from tests.support.hub_server import HubServer
 from tests.support.small_checkpoint import make_small_checkpoint
 
-from posttrain.artifacts import record_files
 from posttrain.checkpoint.hub.client import FetchOptions, download, is_needed
 from posttrain.checkpoint.hub.listed_files import ListedFile
 from posttrain.checkpoint.hub.listing import HubSource
@@ -19,6 +18,7 @@ from posttrain.checkpoint.hub.retries import RetryRule
 from posttrain.checkpoint.hub.transfer import incomplete_path
 from posttrain.checkpoint.staging import file_placement
 from posttrain.errors import CheckpointError, ConfigError
+from posttrain.store import record_files
 
 SHARDS = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
 SHARD_1, SHARD_2, _ = SHARDS

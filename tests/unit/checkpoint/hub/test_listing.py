@@ -4,12 +4,12 @@ import huggingface_hub
 import pytest
 from tests.support.hub_server import HubServer
 
-from posttrain.artifacts import manifest_of
 from posttrain.checkpoint.hub.client import download
 from posttrain.checkpoint.hub.listed_files import ListedFile
 from posttrain.checkpoint.hub.listing import HubSource, list_files
 from posttrain.checkpoint.hub.retries import RetryRule
 from posttrain.errors import CheckpointError, ConfigError
+from posttrain.store import manifest_of
 
 HELLO = ListedFile("config.json", 6, git_blob="ce013625030ba8dba906f756967f9e9ca394464a")
 EMPTY_SHA256 = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.artifacts import Receipt, manifest_of, record_files
 from posttrain.checkpoint.hub.listed_files import ListedFile, Manifest, write_manifest
 from posttrain.checkpoint.hub.local_folder import list_folder, place_files
 from posttrain.checkpoint.parts import fill_folder
 from posttrain.errors import CheckpointError, ConfigError
+from posttrain.store import Receipt, manifest_of, record_files
 
 NAMES = ["config.json", "model.safetensors", "tokenizer.json"]
 

@@ -11,9 +11,9 @@ from tests.support.downloading import StoreFolder, from_folder, from_hub
 from tests.support.hub_server import HubServer
 from tests.support.small_checkpoint import make_small_checkpoint
 
-from posttrain.artifacts import Receipt, manifest_of, read_receipt, receipt_of, record_files
 from posttrain.checkpoint.hub.source_check import check_source
-from posttrain.observability.provenance import Artifact
+from posttrain.report.provenance import Artifact
+from posttrain.store import Receipt, manifest_of, read_receipt, receipt_of, record_files
 
 
 def made(store: StoreFolder, source: list[object]) -> Artifact:

@@ -10,7 +10,6 @@ from tests.support.folders_in_parts import INPUTS, make_folder
 from tests.support.quantised import quantised
 from tests.support.tiny_checkpoint import TINY, make_random_checkpoint, random_tensors, write_shards
 
-from posttrain.artifacts import part_receipt_of, partial_of, receipt_of
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
 from posttrain.checkpoint.parts import converted_folder
 from posttrain.checkpoint.parts.converted_folder import RecodedFolder, plan_shards
@@ -19,6 +18,7 @@ from posttrain.checkpoint.quantization.fp8 import Fp8Format, dequantize_block, q
 from posttrain.checkpoint.quantization.quantize import Quantization
 from posttrain.checkpoint.quantization.quantized_names import Selection
 from posttrain.errors import CheckpointError
+from posttrain.store import part_receipt_of, partial_of, receipt_of
 
 # Wider than a block, and not a whole number of blocks.
 ARCH = dataclasses.replace(TINY, intermediate_size=160, hidden_size=136)

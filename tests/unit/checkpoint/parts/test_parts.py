@@ -2,7 +2,6 @@ import json
 
 import pytest
 
-from posttrain.artifacts import Receipt, building, part_receipt_of, partial_of, receipt_of
 from posttrain.checkpoint.parts.fill_folder import clear, current_path
 from posttrain.checkpoint.parts.parts import (
     OutputFile,
@@ -12,6 +11,7 @@ from posttrain.checkpoint.parts.parts import (
 )
 from posttrain.checkpoint.parts.steps import read_parts, write_part_receipt
 from posttrain.errors import CheckpointError
+from posttrain.store import Receipt, building, part_receipt_of, partial_of, receipt_of
 
 INPUTS = {"source": "5" * 64}
 STEP = "quantize_rollout_fp8"

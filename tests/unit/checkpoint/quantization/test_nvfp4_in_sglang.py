@@ -14,7 +14,7 @@ from tests.support.sglang_environment import require_sglang, run_in_sglang
 from posttrain.checkpoint.param_names import expected_tensors
 from posttrain.checkpoint.quantization.nvfp4 import Nvfp4Format
 from posttrain.checkpoint.quantization.quantized_names import Selection
-from posttrain.planner.resolve import resolve
+from posttrain.plan.resolve import resolve
 
 pytestmark = pytest.mark.sglang
 

@@ -8,7 +8,7 @@ from posttrain.checkpoint.formats.safetensors_io import TensorSpec
 from posttrain.checkpoint.param_names import expected_tensors
 from posttrain.checkpoint.quantization.quantized_names import Selection, fused_with, tensor_class, unquantized_modules
 from posttrain.errors import CheckpointError
-from posttrain.planner.resolve import resolve
+from posttrain.plan.resolve import resolve
 
 ALL = Selection(num_layers=78)
 

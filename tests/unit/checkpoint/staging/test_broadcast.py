@@ -12,14 +12,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from posttrain.artifacts import FORMAT_VERSIONS, Receipt, hash_file, record_files, write_receipt
 from posttrain.checkpoint.staging.peer_registry import DEAD_SECONDS
 from posttrain.checkpoint.staging.swarm import Swarm
+from posttrain.store import FORMAT_VERSIONS, Receipt, hash_file, record_files, write_receipt
 
 NODE = """
 import sys
 from pathlib import Path
-from posttrain.artifacts import read_receipt
+from posttrain.store import read_receipt
 from posttrain.checkpoint.staging import broadcast, node_local
 from posttrain.checkpoint.staging.broadcast import Broadcast
 from posttrain.checkpoint.staging.node_local import StagedSource, stage

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.artifacts import Receipt, record_files
 from posttrain.checkpoint.staging import eviction, file_placement
 from posttrain.checkpoint.staging.eviction import Eviction, evict, find_copies, in_use, make_room
 from posttrain.checkpoint.staging.node_local import StagedSource, stage
 from posttrain.checkpoint.staging.staging_record import staging_record_of
+from posttrain.store import Receipt, record_files
 
 SIZE = 100_000
 

@@ -21,7 +21,7 @@ from posttrain.checkpoint.staging.file_placement import (
     run_parallel,
 )
 from posttrain.errors import explain
-from posttrain.observability.progress import ProgressBar
+from posttrain.report.progress import ProgressBar
 
 
 class CountingBar(ProgressBar):
@@ -175,7 +175,7 @@ def test_a_disk_that_becomes_full_is_named_with_the_file(tmp_path, progress):
 
 
 def test_half_files_of_dead_processes_are_removed_wherever_they_lie(tmp_path):
-    """Whose they are is told in tests/unit/artifacts/test_durable.py."""
+    """Whose they are is told in tests/unit/store/test_durable.py."""
     half = f"{os.uname().nodename}.{2**22 + 7}.5.{'a' * 16}.tmp"
     (tmp_path / "deep").mkdir()
     for name in (f".model.{half}", f"deep/.a.{half}", "deep/a"):

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.artifacts import FORMAT_VERSIONS, Receipt, hash_file, record_files
 from posttrain.checkpoint.staging import file_placement, node_local, staging_record
 from posttrain.checkpoint.staging.node_local import StagedSource, read_again, stage
 from posttrain.checkpoint.staging.staging_record import CopiedFile, read_boot_id, read_staging_record
 from posttrain.errors import CheckpointError
+from posttrain.store import FORMAT_VERSIONS, Receipt, hash_file, record_files
 
 FILES = {
     "a.distcp": b"a" * 300_000,

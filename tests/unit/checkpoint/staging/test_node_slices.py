@@ -10,8 +10,8 @@ from posttrain.checkpoint.formats.torch_dist import MAX_FILE_BYTES, split_placem
 from posttrain.checkpoint.param_names import Placement
 from posttrain.checkpoint.staging.node_slices import is_needed
 from posttrain.config.node_share import NodeShare, node_share
-from posttrain.planner.resolve import resolve
-from posttrain.planner.sizing.node_copy import FILE_BYTES, node_copy
+from posttrain.plan.resolve import resolve
+from posttrain.plan.sizing.node_copy import FILE_BYTES, node_copy
 
 CONFIG_DIR = Path(__file__).resolve().parents[4] / "config"
 

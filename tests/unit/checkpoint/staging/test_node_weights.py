@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.artifacts import Paths, read_receipt, receipt_of
 from posttrain.checkpoint.formats.torch_dist_reader import TorchDistReader
 from posttrain.checkpoint.staging.node_local import StagedSource
 from posttrain.checkpoint.staging.node_weights import NodeWeights
 from posttrain.errors import CheckpointError
-from posttrain.planner.resolve import resolve
+from posttrain.plan.resolve import resolve
+from posttrain.store import Paths, read_receipt, receipt_of
 
 CONFIG_DIR = Path(__file__).resolve().parents[4] / "config"
 # Of the trainer's checkpoint, and of the engines'.

@@ -7,7 +7,6 @@ from safetensors import safe_open
 from tests.support.tiny_checkpoint import TINY, TINY_QWEN3
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, GlmMoeDsaForCausalLM
 
-from posttrain.artifacts import partial_of, record_files
 from posttrain.checkpoint.formats.hf_config import check_config
 from posttrain.checkpoint.formats.hf_layout import check_layout, read_object
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
@@ -17,9 +16,10 @@ from posttrain.checkpoint.tiny import warm_up as tiny_warm_up
 from posttrain.checkpoint.tiny.model import make_tiny_model, measure_pass_rate
 from posttrain.checkpoint.tiny.tokenizer import Vocabulary, vocabulary_of
 from posttrain.config.families import dimensions
-from posttrain.data.chat import ChatTokenizer
-from posttrain.data.sort_digits import generate_prompts
 from posttrain.errors import ConfigError
+from posttrain.rl.data.chat import ChatTokenizer
+from posttrain.rl.data.sort_digits import generate_prompts
+from posttrain.store import partial_of, record_files
 
 ARCHITECTURE = dataclasses.replace(TINY, routed_scaling_factor=1.0)
 NUM_DIGITS = 2

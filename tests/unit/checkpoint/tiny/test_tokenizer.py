@@ -10,7 +10,7 @@ from posttrain.checkpoint.tiny.tokenizer import (
     stop_token_ids,
     vocabulary_of,
 )
-from posttrain.planner.sizing.tiny_model import SMALLEST_VOCABULARY
+from posttrain.plan.sizing.tiny_model import SMALLEST_VOCABULARY
 
 
 @pytest.fixture(scope="module")

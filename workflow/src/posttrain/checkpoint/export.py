@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from posttrain.artifacts import Receipt, RelativeName, hash_file, read_receipt, receipt_of
 from posttrain.checkpoint.formats.safetensors_io import (
     INDEX_NAME,
     CheckpointReader,
@@ -59,6 +58,7 @@ from posttrain.checkpoint.reference_logprobs import (
 from posttrain.checkpoint.staging.file_placement import HashingFile
 from posttrain.config.schema import Architecture
 from posttrain.errors import CheckpointError
+from posttrain.store import Receipt, RelativeName, hash_file, read_receipt, receipt_of
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.artifacts import read_json, write_json
 from posttrain.errors import CheckpointError, one_line
+from posttrain.store import read_json, write_json
 
 CANARY_NAME = "posttrain_canary.json"
 

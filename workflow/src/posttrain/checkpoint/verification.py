@@ -21,13 +21,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from posttrain.artifacts import MANIFEST_NAME, FileRecord, Paths, hash_file, read_json, receipt_of
 from posttrain.checkpoint.formats.torch_dist_reader import METADATA_NAME, TorchDistReader
 from posttrain.checkpoint.hub.source_check import check_source
 from posttrain.checkpoint.staging.file_placement import hash_twice
 from posttrain.errors import CheckpointError, one_line
-from posttrain.observability.progress import ProgressBar
-from posttrain.observability.provenance import Artifact, find_artefacts, find_store_artefacts
+from posttrain.report.progress import ProgressBar
+from posttrain.report.provenance import Artifact, find_artefacts, find_store_artefacts
+from posttrain.store import MANIFEST_NAME, FileRecord, Paths, hash_file, read_json, receipt_of
 
 # Hashing keeps up with a few reads at a time; more would only compete for shared storage.
 NUM_HASH_THREADS = 8

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from posttrain.artifacts import Paths
-from posttrain.launch.attach import attach
+from posttrain.cluster.attach import attach
+from posttrain.store import Paths
 
 
 def main(paths: Paths) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from posttrain.artifacts import Paths, write_json
-from posttrain.launch.cluster_check import check_cluster
-from posttrain.preflight.checks import check_everything
-from posttrain.preflight.refusals import refuse_unfit
-from posttrain.preflight.report import print_findings, raise_problems
-from posttrain.reward.address_check import check_addresses
+from posttrain.cluster.cluster_check import check_cluster
+from posttrain.plan.preflight.checks import check_everything
+from posttrain.plan.preflight.refusals import refuse_unfit
+from posttrain.plan.preflight.report import print_findings, raise_problems
+from posttrain.rl.reward.address_check import check_addresses
+from posttrain.store import Paths, write_json
 
 
 def main(paths: Paths, output: Path | None) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from posttrain.artifacts import Paths, receipt_of, suite_folders
-from posttrain.data.dataset import load_prompts
-from posttrain.data.dataset_files import HELDOUT, TRAIN
 from posttrain.errors import Problem, raise_if_any
-from posttrain.evaluation.data_check import check_data, print_check
-from posttrain.evaluation.heldout import read_suites
+from posttrain.rl.data.dataset import load_prompts
+from posttrain.rl.data.dataset_files import HELDOUT, TRAIN
+from posttrain.rl.evaluation.data_check import check_data, print_check
+from posttrain.rl.evaluation.heldout import read_suites
+from posttrain.store import Paths, receipt_of, suite_folders
 
 
 def main(paths: Paths) -> None:

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from posttrain.artifacts import Paths
-from posttrain.artifacts.garbage import Stored, delete_unused, freed_bytes, list_store
 from posttrain.errors import one_line
+from posttrain.store import Paths
+from posttrain.store.garbage import Stored, delete_unused, freed_bytes, list_store
 
 
 def main(paths: Paths, delete: bool) -> None:

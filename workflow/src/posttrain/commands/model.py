@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from posttrain.artifacts import write_text
 from posttrain.checkpoint.formats.hf_architecture import architecture_of
 from posttrain.checkpoint.formats.hf_config import check_config, lost_mtp_layers
 from posttrain.checkpoint.formats.hf_layout import read_object
@@ -20,6 +19,7 @@ from posttrain.config.families import dimensions, family_of
 from posttrain.config.load import dump_yaml
 from posttrain.config.schema import Architecture
 from posttrain.errors import ConfigError, Problem, raise_if_any
+from posttrain.store import write_text
 
 # A model below this size is one to try things with on a machine without GPUs.
 _MAX_CPU_BYTES = 1 << 30

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from posttrain.artifacts import Paths, write_json, write_text
-from posttrain.data.local_check import check_data_files
 from posttrain.errors import Problem, raise_if_any
-from posttrain.forecast.plan import build_plan
-from posttrain.forecast.plan_page import judge_plan, render_plan
-from posttrain.forecast.plan_table import print_plan
-from posttrain.planner.rehearsal_record import describe_rehearsal
+from posttrain.plan.forecast.plan import build_plan
+from posttrain.plan.forecast.plan_page import judge_plan, render_plan
+from posttrain.plan.forecast.plan_table import print_plan
+from posttrain.plan.rehearsal_record import describe_rehearsal
+from posttrain.rl.data.local_check import check_data_files
+from posttrain.store import Paths, write_json, write_text
 
 
 def main(paths: Paths, jobs_at_once: int | None) -> None:

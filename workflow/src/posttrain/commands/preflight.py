@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from posttrain.artifacts import Paths
+from posttrain.cluster.inspection import describe_unfit
+from posttrain.cluster.preflight import look_at_nodes
+from posttrain.cluster.site import find_nodes
 from posttrain.config.site_rules import check_preflight
 from posttrain.errors import raise_if_any
-from posttrain.launch.inspection import describe_unfit
-from posttrain.launch.preflight import look_at_nodes
-from posttrain.launch.site import find_nodes
-from posttrain.preflight.report import print_findings
+from posttrain.plan.preflight.report import print_findings
+from posttrain.store import Paths
 
 
 def main(paths: Paths) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from posttrain.artifacts import Paths
+from posttrain.cluster.replay import replay
 from posttrain.errors import CheckpointError
-from posttrain.launch.replay import replay
+from posttrain.store import Paths
 
 
 def main(paths: Paths, step: int | None) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from posttrain.artifacts import Paths, write_text
-from posttrain.artifacts.lease import living_holder
-from posttrain.launch.slurm_query import job_is_alive
-from posttrain.observability.report import render_report
-from posttrain.observability.report_data import read_run_so_far
-from posttrain.observability.report_summary import print_summary, summarize
-from posttrain.observability.verdict import judge_run
+from posttrain.cluster.slurm_query import job_is_alive
+from posttrain.report.report import render_report
+from posttrain.report.report_data import read_run_so_far
+from posttrain.report.report_summary import print_summary, summarize
+from posttrain.report.verdict import judge_run
+from posttrain.store import Paths, write_text
+from posttrain.store.lease import living_holder
 
 
 def main(paths: Paths) -> None:

@@ -9,13 +9,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from posttrain.artifacts import Paths
+from posttrain.cluster.queue import QueuedJob, queued_jobs
+from posttrain.cluster.status import RunStatus, find_runs, read_status
 from posttrain.config.fields import did_you_mean
 from posttrain.config.load import Resolved
 from posttrain.errors import ConfigError, Problem
-from posttrain.launch.queue import QueuedJob, queued_jobs
-from posttrain.launch.status import RunStatus, find_runs, read_status
 from posttrain.readable import format_number, format_seconds
+from posttrain.store import Paths
 
 
 def main(paths: Paths) -> None:

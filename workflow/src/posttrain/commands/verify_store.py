@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from posttrain.artifacts import Paths
 from posttrain.checkpoint.verification import prove
+from posttrain.store import Paths
 
 
 def main(paths: Paths, sizes_only: bool) -> None:

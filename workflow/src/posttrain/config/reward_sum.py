@@ -29,7 +29,7 @@ class Term:
     """A grader and what its score counts.
 
     Args:
-        grader: A name in `reward.grade.GRADERS`, of a service or judge, or `path.py:function`.
+        grader: A name in `rl.reward.grade.GRADERS`, of a service or judge, or `path.py:function`.
         weight: A finite number other than 0.
     """
 

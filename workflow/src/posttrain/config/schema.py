@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from posttrain.algorithm.settings import Algorithm
 from posttrain.config.cluster import Container, Kubernetes
 from posttrain.config.data import Data
 from posttrain.config.download import Download
@@ -27,6 +26,7 @@ from posttrain.config.optimizer import Optimizer
 from posttrain.config.reward import Reward
 from posttrain.config.stage import Stage
 from posttrain.document import ANY, _doc
+from posttrain.rl.algorithm.settings import Algorithm
 
 
 @dataclass(frozen=True)

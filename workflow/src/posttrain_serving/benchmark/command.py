@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from posttrain.artifacts import hash_file, write_text
 from posttrain.config.command_line import CONFIG_DIR
-from posttrain.engines.calls import EngineError
-from posttrain.engines.secret import SECRET_VARIABLE
-from posttrain.engines.streaming import CHAT, COMPLETIONS, Endpoint, open_session, served_models
-from posttrain.engines.verified_engines import verify_all
 from posttrain.errors import ConfigError, Problem, raise_if_any
+from posttrain.rl.engines.calls import EngineError
+from posttrain.rl.engines.secret import SECRET_VARIABLE
+from posttrain.rl.engines.streaming import CHAT, COMPLETIONS, Endpoint, open_session, served_models
+from posttrain.rl.engines.verified_engines import verify_all
+from posttrain.store import hash_file, write_text
 from posttrain_serving.benchmark.serving import Load, PromptOf
 from posttrain_serving.benchmark.serving_page import render_serving
 from posttrain_serving.benchmark.serving_prompts import given_prompts, random_prompts, read_prompts

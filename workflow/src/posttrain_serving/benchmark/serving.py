@@ -24,12 +24,12 @@ from dataclasses import dataclass
 import aiohttp
 import numpy as np
 
-from posttrain.engines.calls import EngineError
-from posttrain.engines.sampling_seed import sampling_seed
-from posttrain.engines.streaming import Endpoint, Prompt, StreamedRequest, Timeline, open_session, stream
 from posttrain.errors import ConfigError, Problem
 from posttrain.http_answers import read_bounded
-from posttrain.observability.progress import ProgressBar
+from posttrain.report.progress import ProgressBar
+from posttrain.rl.engines.calls import EngineError
+from posttrain.rl.engines.sampling_seed import sampling_seed
+from posttrain.rl.engines.streaming import Endpoint, Prompt, StreamedRequest, Timeline, open_session, stream
 
 SEED_TAG = "serving"
 # Before a row, so many requests of its own kind go through, at most one per client: kernels compile, caches fill.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from posttrain.observability.report_charts import Chart, Series
-from posttrain.observability.report_page import render_page
+from posttrain.report.report_charts import Chart, Series
+from posttrain.report.report_page import render_page
 from posttrain_serving.benchmark.serving_results import HEADS, SATURATED_SHARE, Table, peak_of
 
 NUM_COLORS = 7

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.engines.streaming import CHAT, Prompt
 from posttrain.errors import ConfigError, Problem
+from posttrain.rl.engines.streaming import CHAT, Prompt
 from posttrain_serving.benchmark.serving import PromptOf
 
 

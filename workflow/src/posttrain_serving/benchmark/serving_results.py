@@ -16,12 +16,12 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from posttrain.artifacts import read_json, write_json, write_text
-from posttrain.engines.calls import EngineError
-from posttrain.engines.streaming import Endpoint
 from posttrain.errors import ConfigError, Problem, one_line, printable
-from posttrain.planner.timing.serving_load import PUBLISHED_FILE
+from posttrain.plan.timing.serving_load import PUBLISHED_FILE
 from posttrain.readable import counted, format_number
+from posttrain.rl.engines.calls import EngineError
+from posttrain.rl.engines.streaming import Endpoint
+from posttrain.store import read_json, write_json, write_text
 from posttrain_serving.benchmark.serving import Level, Load, PromptOf, measure_level
 
 # What a table has at least; the published ones have no more.

@@ -12,9 +12,9 @@ import dataclasses
 from collections.abc import Iterable
 
 from posttrain.config.schema import Config
-from posttrain.planner.flags.environment import hardware_environment, site_environment
-from posttrain.planner.flags.flag import Flag, flag
-from posttrain.planner.flags.sglang_flags import (
+from posttrain.plan.flags.environment import hardware_environment, site_environment
+from posttrain.plan.flags.flag import Flag, flag
+from posttrain.plan.flags.sglang_flags import (
     UNIFIED,
     all_reduce,
     attention_kernels,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from posttrain.config.schema import Config
-from posttrain.planner.flags.flag import Flag, flag
+from posttrain.plan.flags.flag import Flag, flag
 
 GUIDE = "TensorRT-LLM's guide to GLM-5"
 CONTAINER = "nvcr.io/nvidia/tensorrt-llm/release:1.3.0rc3"

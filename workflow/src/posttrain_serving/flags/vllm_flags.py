@@ -7,8 +7,8 @@ nothing here.
 from __future__ import annotations
 
 from posttrain.config.schema import Config
-from posttrain.planner.flags.flag import Flag, flag
-from posttrain.planner.flags.sglang_flags import nodes_per_engine
+from posttrain.plan.flags.flag import Flag, flag
+from posttrain.plan.flags.sglang_flags import nodes_per_engine
 from posttrain_serving.flags.serving_flags import FEWEST, parsers
 
 GUIDE = "the guide to GLM-5 with vLLM on B200"

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from posttrain.config.deployment import Deployment
-from posttrain.observability.intervals import paired_change
 from posttrain.readable import HOUR
+from posttrain.report.intervals import paired_change
 from posttrain_serving.precision.divergence import Divergence
 
 # By task, the prompt's id of each response, and whether it passes.

@@ -30,11 +30,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 from posttrain.checkpoint.quantization.dequantize import QuantizedCheckpoint
-from posttrain.engines.embedded.model import build_model
-from posttrain.engines.embedded.stable_topk import make_indexers_stable
-from posttrain.engines.embedded.weights import views_by_hub_name
 from posttrain.errors import CheckpointError
-from posttrain.observability.progress import ProgressBar
+from posttrain.report.progress import ProgressBar
+from posttrain.rl.engines.embedded.model import build_model
+from posttrain.rl.engines.embedded.stable_topk import make_indexers_stable
+from posttrain.rl.engines.embedded.weights import views_by_hub_name
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 # Rows of logits at a time; GLM-5's 154,880 tokens make 160 MB of them.

@@ -18,13 +18,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
-from posttrain.artifacts import read_json, write_atomic, write_json
 from posttrain.config.schema import Config
-from posttrain.engines.engine_endpoints import EngineEndpoints
-from posttrain.engines.teacher_forcing import ForcedTokens
 from posttrain.errors import CheckpointError
-from posttrain.evaluation.heldout import EvalTask, Sampled, answer_eval_tasks
-from posttrain.planner.sizing.memory import GIB
+from posttrain.plan.sizing.memory import GIB
+from posttrain.rl.engines.engine_endpoints import EngineEndpoints
+from posttrain.rl.engines.teacher_forcing import ForcedTokens
+from posttrain.rl.evaluation.heldout import EvalTask, Sampled, answer_eval_tasks
+from posttrain.store import read_json, write_atomic, write_json
 from posttrain_serving.precision.divergence import Likeliest, Sample
 
 # Of each place; what OpenAI's interface tells at most.

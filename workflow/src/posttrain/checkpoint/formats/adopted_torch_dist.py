@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from posttrain.artifacts import FileRecord, RelativeName
 from posttrain.checkpoint.formats.shard_writer import TORCH_DTYPES
 from posttrain.checkpoint.formats.torch_dist import FORMAT_FILES
 from posttrain.checkpoint.formats.torch_dist_format import COMMON_NAME
@@ -15,6 +14,7 @@ from posttrain.checkpoint.param_names import by_key
 from posttrain.checkpoint.quantization.tiling import find_misfit
 from posttrain.config.schema import Architecture
 from posttrain.errors import CheckpointError, ConfigError, Problem
+from posttrain.store import FileRecord, RelativeName
 
 # As many lines as a terminal shows; of another model all tensors differ.
 MAX_NAMED_TENSORS = 20

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.artifacts import sync_folder, write_json, write_text
 from posttrain.checkpoint.formats.hf_layout import read_object
 from posttrain.errors import CheckpointError
+from posttrain.store import sync_folder, write_json, write_text
 
 PATCH_FILE = "posttrain_patch.json"
 # Changes of files that are no JSON objects.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from posttrain.artifacts import read_json
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
 from posttrain.errors import CheckpointError, one_line
+from posttrain.store import read_json
 
 # One of them: the tokenizers library's own file, SentencePiece's, tiktoken's, or a vocabulary.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "vocab.txt")

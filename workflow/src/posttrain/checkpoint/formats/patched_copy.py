@@ -20,7 +20,6 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from posttrain.artifacts import FileRecord, Receipt, place_atomic, record_file, write_atomic
 from posttrain.checkpoint.formats.config_patch import PATCH_FILE, Change, apply_changes, write_patched
 from posttrain.checkpoint.formats.hf_config import ALIAS_CLASS, ALIAS_TYPE, CONFIG, lost_mtp_layers
 from posttrain.checkpoint.formats.hf_layout import read_object
@@ -38,6 +37,7 @@ from posttrain.checkpoint.staging.file_placement import hard_link, remove_half_w
 from posttrain.config.model_files import CHAT_TEMPLATE, TOKENIZER, TOKENIZER_CONFIG, read_model_files
 from posttrain.config.schema import Architecture, Model
 from posttrain.errors import CheckpointError
+from posttrain.store import FileRecord, Receipt, place_atomic, record_file, write_atomic
 
 log = logging.getLogger(__name__)
 # Files that `model.tokenizer` and `model.chat_template` replace.

@@ -19,11 +19,11 @@ from typing import BinaryIO
 import torch
 from safetensors import safe_open
 
-from posttrain.artifacts import FileRecord, RelativeName, write_atomic
 from posttrain.checkpoint.formats.safetensors_io import TensorInfo, TensorSpec, read_header, read_metadata
 from posttrain.checkpoint.formats.shard_writer import TORCH_DTYPES, write_shard
 from posttrain.checkpoint.staging.file_placement import HashingFile
 from posttrain.config.schema import Architecture
+from posttrain.store import FileRecord, RelativeName, write_atomic
 
 _STACK = re.compile(r"^(model\.layers\.\d+\.mlp\.experts)\.(gate_up|gate|up|down)_proj(?:\.weight)?$")
 _ROUTER_BIAS = ".mlp.gate.e_score_correction_bias"

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
 
-from posttrain.artifacts import parse_json, read_json
-from posttrain.artifacts.names import RelativeName
-from posttrain.artifacts.placeholders import placeholder
 from posttrain.errors import CheckpointError
+from posttrain.store import parse_json, read_json
+from posttrain.store.names import RelativeName
+from posttrain.store.placeholders import placeholder
 
 if TYPE_CHECKING:
     import torch

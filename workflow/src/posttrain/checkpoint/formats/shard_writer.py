@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from posttrain.artifacts import write_json
 from posttrain.checkpoint.formats.safetensors_io import DTYPE_BYTES, INDEX_NAME, TensorSpec
 from posttrain.checkpoint.staging.file_placement import HashingFile
+from posttrain.store import write_json
 
 # Where huggingface_hub and transformers cut shards, too.
 MAX_SHARD_BYTES = 5 * 10**9

@@ -15,10 +15,10 @@ from typing import Any
 from transformers.convert_slow_tokenizer import TikTokenConverter
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
-from posttrain.artifacts.plain_json import parse_json
 from posttrain.checkpoint.formats.config_patch import Change
 from posttrain.config.model_files import TOKENIZER, TOKENIZER_CONFIG
 from posttrain.errors import CheckpointError
+from posttrain.store.plain_json import parse_json
 
 TIKTOKEN = "tiktoken.model"
 GENERIC_CLASS = "PreTrainedTokenizerFast"

@@ -30,7 +30,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from posttrain.artifacts import write_atomic, write_json
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
 from posttrain.checkpoint.formats.shard_writer import (
     TORCH_DTYPES,
@@ -47,7 +46,8 @@ from posttrain.checkpoint.quantization.tiling import Box, find_misfit
 from posttrain.checkpoint.staging.file_placement import HashingFile
 from posttrain.config.schema import Architecture
 from posttrain.errors import CheckpointError
-from posttrain.observability.progress import ProgressBar
+from posttrain.report.progress import ProgressBar
+from posttrain.store import write_atomic, write_json
 
 log = logging.getLogger(__name__)
 

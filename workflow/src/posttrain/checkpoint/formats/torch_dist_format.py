@@ -18,8 +18,8 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from posttrain.artifacts import RelativeName
 from posttrain.errors import CheckpointError, reason_of
+from posttrain.store import RelativeName
 
 METADATA_NAME, COMMON_NAME = ".metadata", "common.pt"
 # Megatron from 0.19 on writes this object among the shards instead.

@@ -15,7 +15,6 @@ from pathlib import Path, PurePosixPath
 
 import huggingface_hub
 
-from posttrain.artifacts import FileRecord, RelativeName
 from posttrain.checkpoint.hub.listed_files import ListedFile, Manifest
 from posttrain.checkpoint.hub.listing import HubSource, list_files
 from posttrain.checkpoint.hub.retries import RetryRule
@@ -24,6 +23,7 @@ from posttrain.checkpoint.hub.xet import XetFiles
 from posttrain.checkpoint.parts.fill_folder import keep_right_files, make_files
 from posttrain.checkpoint.staging.file_placement import remove_half_written
 from posttrain.errors import CheckpointError
+from posttrain.store import FileRecord, RelativeName
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ def download(
     Args:
         source: The repository at its commit.
         folder: The partial folder; right files that are there already are kept.
-        kept: Where the Hub's answer is kept, see `artifacts.manifest_of`.
+        kept: Where the Hub's answer is kept, see `store.manifest_of`.
         needed: Which files of the repository.
         options: How they are fetched.
 

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import xxhash
 
-from posttrain.artifacts import HASH_CHUNK_BYTES, FileRecord, RelativeName, read_json, write_json
-from posttrain.artifacts.names import check_digest
 from posttrain.checkpoint.staging.file_placement import git_blob_hash
 from posttrain.errors import CheckpointError
+from posttrain.store import HASH_CHUNK_BYTES, FileRecord, RelativeName, read_json, write_json
+from posttrain.store.names import check_digest
 
 
 @dataclass(frozen=True)

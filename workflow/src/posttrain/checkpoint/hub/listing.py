@@ -25,11 +25,11 @@ from huggingface_hub.errors import (
     XetDownloadError,
 )
 
-from posttrain.artifacts import RelativeName
 from posttrain.checkpoint.hub.listed_files import ListedFile, Manifest, read_manifest, write_manifest
 from posttrain.checkpoint.hub.retries import BadStatus, GaveUp, Retries, RetryRule, status_of
 from posttrain.checkpoint.staging.file_placement import TransferStopped
 from posttrain.errors import CheckpointError, ConfigError, Problem, printable
+from posttrain.store import RelativeName
 
 # Nobody's use of a workflow is anybody else's business.
 huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY = True

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Collection
 from pathlib import Path
 
-from posttrain.artifacts import FileRecord, Receipt, RelativeName, hash_file, manifest_of
 from posttrain.checkpoint.hub.client import is_needed
 from posttrain.checkpoint.hub.listed_files import ListedFile, Manifest, read_manifest, verify_file
 from posttrain.checkpoint.parts.fill_folder import keep_right_files, make_files
@@ -21,6 +20,7 @@ from posttrain.checkpoint.staging.file_placement import (
     remove_half_written,
 )
 from posttrain.errors import CheckpointError, ConfigError, Problem
+from posttrain.store import FileRecord, Receipt, RelativeName, hash_file, manifest_of
 
 log = logging.getLogger(__name__)
 KEY = "model.source.folder"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from posttrain.artifacts import FileRecord, Receipt, hash_file, manifest_of
 from posttrain.checkpoint.hub.download_parts import origin_of
 from posttrain.checkpoint.hub.listed_files import ListedFile, read_manifest, verify_file
 from posttrain.errors import CheckpointError
-from posttrain.observability.provenance import Artifact
+from posttrain.report.provenance import Artifact
+from posttrain.store import FileRecord, Receipt, hash_file, manifest_of
 
 STEP = "finalize_hf_checkpoint"
 # What tells in the settings of other steps where they begin.

@@ -23,14 +23,14 @@ from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
 from huggingface_hub.errors import HTTPError
 from huggingface_hub.utils import build_hf_headers, get_session
 
-from posttrain.artifacts import HASH_CHUNK_BYTES, FileRecord, place_atomic
-from posttrain.artifacts.durable import naming, open_no_link
-from posttrain.artifacts.names import refuse_link
 from posttrain.checkpoint.hub.listed_files import ContentHashes, ListedFile, verify_file
 from posttrain.checkpoint.hub.listing import HubSource, explained
 from posttrain.checkpoint.hub.retries import BadStatus, Retries, RetryRule
 from posttrain.checkpoint.staging.file_placement import TransferProgress, write_whole
 from posttrain.errors import CheckpointError
+from posttrain.store import HASH_CHUNK_BYTES, FileRecord, place_atomic
+from posttrain.store.durable import naming, open_no_link
+from posttrain.store.names import refuse_link
 
 log = logging.getLogger(__name__)
 

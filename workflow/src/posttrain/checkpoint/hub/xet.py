@@ -15,13 +15,13 @@ from typing import Any
 from huggingface_hub import hf_hub_download
 from tqdm.auto import tqdm
 
-from posttrain.artifacts import FileRecord, place_atomic
-from posttrain.artifacts.names import refuse_link
 from posttrain.checkpoint.hub.listed_files import ListedFile, verify_file
 from posttrain.checkpoint.hub.listing import explained
 from posttrain.checkpoint.hub.transfer import STAGING, HttpFiles
 from posttrain.checkpoint.staging.file_placement import TransferProgress
 from posttrain.errors import CheckpointError
+from posttrain.store import FileRecord, place_atomic
+from posttrain.store.names import refuse_link
 
 
 class XetFiles(HttpFiles):

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 import torch
 
-from posttrain.artifacts import write_json
 from posttrain.checkpoint.formats.safetensors_io import INDEX_NAME, CheckpointReader, TensorSpec
 from posttrain.checkpoint.formats.shard_writer import (
     MAX_SHARD_BYTES,
@@ -28,6 +27,7 @@ from posttrain.checkpoint.parts.parts import Description, Notes, OutputFile, cop
 from posttrain.checkpoint.parts.steps import Written
 from posttrain.checkpoint.staging.file_placement import HashingFile
 from posttrain.errors import CheckpointError
+from posttrain.store import write_json
 
 
 class Recoding(Protocol):

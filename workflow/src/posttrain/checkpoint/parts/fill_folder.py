@@ -13,10 +13,10 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from posttrain.artifacts import partial_of, receipt_of, sync_folder
 from posttrain.checkpoint.staging.file_placement import TransferProgress, require_free_space, run_parallel
 from posttrain.errors import CheckpointError
-from posttrain.observability.progress import ProgressBar
+from posttrain.report.progress import ProgressBar
+from posttrain.store import partial_of, receipt_of, sync_folder
 
 log = logging.getLogger(__name__)
 

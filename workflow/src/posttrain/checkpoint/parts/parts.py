@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from posttrain.artifacts import FileRecord, RelativeName, hash_file, partial_of, read_json, write_atomic, write_json
 from posttrain.checkpoint.parts.fill_folder import current_path, keep_right_files, make_files, reopen
 from posttrain.checkpoint.staging.file_placement import (
     HashingFile,
@@ -24,6 +23,7 @@ from posttrain.checkpoint.staging.file_placement import (
     remove_half_written,
 )
 from posttrain.errors import CheckpointError
+from posttrain.store import FileRecord, RelativeName, hash_file, partial_of, read_json, write_atomic, write_json
 
 Notes = Mapping[str, Any]
 

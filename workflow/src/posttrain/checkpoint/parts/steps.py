@@ -14,17 +14,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from posttrain.artifacts import (
-    FileRecord,
-    Receipt,
-    building,
-    claim,
-    part_receipt_of,
-    read_receipt,
-    record_files,
-    require_files,
-    write_receipt,
-)
 from posttrain.checkpoint.parts.fill_folder import clear, current_path
 from posttrain.checkpoint.parts.parts import (
     Description,
@@ -35,6 +24,17 @@ from posttrain.checkpoint.parts.parts import (
     write_files,
 )
 from posttrain.errors import CheckpointError
+from posttrain.store import (
+    FileRecord,
+    Receipt,
+    building,
+    claim,
+    part_receipt_of,
+    read_receipt,
+    record_files,
+    require_files,
+    write_receipt,
+)
 
 # Options of a script that makes or joins parts (`cli.command_line`).
 SOURCE = {"source": (Path, "checkpoint in Hub layout"), "source_receipt": (Path, "its receipt")}
@@ -198,10 +198,10 @@ def make_folder(
 
     Args:
         args: Its `folder` and `receipt`.
-        wanted: What the receipt must say; see `artifacts.claim`.
+        wanted: What the receipt must say; see `store.claim`.
         make: Fills the folder under its partial name, and returns the records of its files.
-        sources: See `artifacts.claim`.
-        parts: See `artifacts.claim`.
+        sources: See `store.claim`.
+        parts: See `store.claim`.
     """
     started = time.time()
     if claim(args.receipt, wanted, args.folder, sources, parts):

@@ -18,8 +18,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from posttrain.artifacts import read_json
 from posttrain.errors import CheckpointError
+from posttrain.store import read_json
 
 INPUT_AMAX, WEIGHT_AMAX = ".input_quantizer._amax", ".weight_quantizer._amax"
 

@@ -18,9 +18,9 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from posttrain.artifacts import write_atomic
 from posttrain.checkpoint.quantization.calibration import INPUT_AMAX
 from posttrain.errors import CheckpointError
+from posttrain.store import write_atomic
 
 log = logging.getLogger(__name__)
 

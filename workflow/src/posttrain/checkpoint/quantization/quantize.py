@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 import torch
 
-from posttrain.artifacts import hash_file
 from posttrain.checkpoint.formats.hf_layout import read_object
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader, TensorSpec
 from posttrain.checkpoint.parts.converted_folder import Recoding
@@ -19,6 +18,7 @@ from posttrain.checkpoint.quantization.fp8 import Fp8Format, largest_magnitude
 from posttrain.checkpoint.quantization.nvfp4 import Nvfp4Format
 from posttrain.checkpoint.quantization.quantized_names import CLASSES, Selection, layer_of
 from posttrain.errors import CheckpointError
+from posttrain.store import hash_file
 
 FLOAT_DTYPES = ("BF16", "F16", "F32", "F64")
 

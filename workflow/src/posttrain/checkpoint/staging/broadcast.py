@@ -21,12 +21,12 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from posttrain.artifacts import hash_file
 from posttrain.checkpoint.staging.file_placement import TransferProgress, publish_link
 from posttrain.checkpoint.staging.node_local import Copier, CopyTask
 from posttrain.checkpoint.staging.peer_registry import Peer, PeerRegistry
 from posttrain.checkpoint.staging.swarm import Swarm
-from posttrain.observability.progress import ProgressBar
+from posttrain.report.progress import ProgressBar
+from posttrain.store import hash_file
 
 log = logging.getLogger(__name__)
 

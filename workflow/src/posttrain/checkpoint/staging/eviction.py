@@ -19,7 +19,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from posttrain.artifacts import RelativeName
 from posttrain.checkpoint.staging.staging_record import (
     SUFFIX,
     CopiedFile,
@@ -29,6 +28,7 @@ from posttrain.checkpoint.staging.staging_record import (
 )
 from posttrain.errors import CheckpointError
 from posttrain.readable import format_bytes
+from posttrain.store import RelativeName
 
 log = logging.getLogger(__name__)
 

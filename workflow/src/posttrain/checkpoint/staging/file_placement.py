@@ -2,7 +2,7 @@
 fail.
 
 Everything here works on files of any size with constant memory, and leaves either the old file or the whole
-new one under a name (`artifacts.write_atomic`).
+new one under a name (`store.write_atomic`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 import xxhash
 
-from posttrain.artifacts import place_atomic, write_atomic
-from posttrain.artifacts.durable import naming, remove_dead_temporaries
 from posttrain.errors import lacks_inodes
-from posttrain.observability.progress import ProgressBar
+from posttrain.report.progress import ProgressBar
+from posttrain.store import place_atomic, write_atomic
+from posttrain.store.durable import naming, remove_dead_temporaries
 
 if TYPE_CHECKING:
     from hashlib import _Hash as Hash

@@ -22,7 +22,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from posttrain.artifacts import FileRecord, Receipt, check_files, hash_file, refuse_files, require_files, sync_folder
 from posttrain.checkpoint.parts.fill_folder import keep_right_files, make_files
 from posttrain.checkpoint.staging.eviction import Eviction, in_use, make_room
 from posttrain.checkpoint.staging.file_placement import (
@@ -40,8 +39,9 @@ from posttrain.checkpoint.staging.staging_record import (
     write_staging_record,
 )
 from posttrain.errors import CheckpointError
-from posttrain.observability.progress import ProgressBar
 from posttrain.readable import format_bytes
+from posttrain.report.progress import ProgressBar
+from posttrain.store import FileRecord, Receipt, check_files, hash_file, refuse_files, require_files, sync_folder
 
 log = logging.getLogger(__name__)
 

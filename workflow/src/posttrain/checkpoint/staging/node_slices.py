@@ -10,10 +10,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from posttrain.artifacts import Receipt
 from posttrain.checkpoint.formats.torch_dist_reader import TorchDistReader
 from posttrain.checkpoint.quantization.tiling import Box
 from posttrain.config.node_share import NodeShare
+from posttrain.store import Receipt
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(mlp\.experts\.)?")
 

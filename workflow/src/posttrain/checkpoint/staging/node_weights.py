@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from posttrain.artifacts import Receipt
 from posttrain.checkpoint.staging.eviction import Eviction, in_use
 from posttrain.checkpoint.staging.node_local import Fetch, StagedSource, read_again, stage
 from posttrain.checkpoint.staging.staging_record import StagedCopy
@@ -24,7 +23,8 @@ from posttrain.config.derived import engines_load
 from posttrain.config.node_share import NodeShare, node_share
 from posttrain.config.schema import Config
 from posttrain.errors import CheckpointError
-from posttrain.planner.flags.environment import LOOPBACK
+from posttrain.plan.flags.environment import LOOPBACK
+from posttrain.store import Receipt
 
 
 def rollout_files(receipt: Receipt, share: NodeShare) -> frozenset[str]:

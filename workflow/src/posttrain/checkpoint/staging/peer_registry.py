@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from posttrain.artifacts.plain_json import read_json
+from posttrain.store.plain_json import read_json
 
 # Often enough to be seen several times before a node counts as dead, seldom enough for storage that is busy.
 HEARTBEAT_SECONDS = 10.0

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.artifacts import RelativeName, read_json, write_json
-from posttrain.artifacts.processes import BOOT_ID
 from posttrain.errors import CheckpointError
+from posttrain.store import RelativeName, read_json, write_json
+from posttrain.store.processes import BOOT_ID
 
 # As it was called first: copies that older versions made are found by it.
 SUFFIX = ".testimony.json"

@@ -18,8 +18,8 @@ from typing import Any
 import libtorrent
 import psutil
 
-from posttrain.artifacts import write_atomic
 from posttrain.errors import CheckpointError
+from posttrain.store import write_atomic
 
 # Pieces are fetched from different peers: enough of them in a file, and few enough in a large one.
 PIECES_PER_FILE, MIN_PIECE_BYTES, MAX_PIECE_BYTES = 256, 1 << 16, 1 << 23

@@ -27,13 +27,13 @@ from safetensors.torch import save
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from posttrain.artifacts import building, write_json
 from posttrain.checkpoint.tiny.tokenizer import CONTROL_TOKENS, DIGITS, Vocabulary, make_tokenizer, stop_token_ids
 from posttrain.checkpoint.tiny.warm_up import Examples, backwards, warm_up
 from posttrain.config.families import dimensions, family_of, modelling_module
 from posttrain.config.schema import Architecture
 from posttrain.errors import Problem, raise_if_any
-from posttrain.planner.sizing.tiny_model import check_made
+from posttrain.plan.sizing.tiny_model import check_made
+from posttrain.store import building, write_json
 
 log = logging.getLogger(__name__)
 

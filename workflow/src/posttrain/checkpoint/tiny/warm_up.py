@@ -41,7 +41,7 @@ from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import (
     apply_rotary_pos_emb_interleave,
 )
 
-from posttrain.observability.progress import ProgressBar
+from posttrain.report.progress import ProgressBar
 
 # What brings the share of right answers to `model.PASS_RATE_LIMITS`; made models are checked for it.
 NUM_STEPS = 420

@@ -1,0 +1,52 @@
+import json
+
+import pytest
+
+from posttrain.errors import ConfigError
+from posttrain.rl.data.dataset import load_prompts, write_prompts
+from posttrain.types import Prompt, SampleGroup
+
+USER = ({"role": "user", "content": "é {x} \u2028"},)
+PROMPTS = [
+    Prompt(0, USER, "2"),
+    Prompt(1, USER, {"any": [1.5, None, True]}, source="maths", columns={"level": 3}, tools=[{"name": "add"}]),
+    Prompt(2, USER, None),
+]
+
+
+def test_prompts_come_back_as_they_were(tmp_path):
+    write_prompts(tmp_path / "train.jsonl", PROMPTS)
+    assert load_prompts(tmp_path / "train.jsonl") == PROMPTS
+
+
+def test_a_line_says_no_more_than_there_is(tmp_path):
+    """A dataset of prompts and labels alone has the bytes that it always had."""
+    write_prompts(tmp_path / "train.jsonl", PROMPTS)
+    lines = (tmp_path / "train.jsonl").read_text().split("\n")
+    assert lines[0] == '{"prompt": [{"role": "user", "content": "é {x} \u2028"}], "label": "2"}'
+    assert list(json.loads(lines[1])) == ["prompt", "label", "source", "columns", "tools"]
+
+
+def test_a_stored_rollout_has_its_prompt_whole_and_older_ones_are_read():
+    old = {"prompt": {"prompt_id": 3, "messages": list(USER), "label": "2"}, "samples": []}
+    assert SampleGroup.from_dict(old) == SampleGroup(Prompt(3, USER, "2"), ())
+    assert SampleGroup(Prompt(3, USER, "2"), ()).as_dict()["prompt"].keys() == old["prompt"].keys()
+    for prompt in PROMPTS:
+        stored = json.loads(json.dumps(SampleGroup(prompt, ()).as_dict()))
+        assert SampleGroup.from_dict(stored).prompt == prompt
+
+
+@pytest.mark.parametrize(
+    ("content", "value"),
+    [
+        ("", "no prompts"),
+        ('{"prompt": [], "label": 1}\n{"prompt": []}\n', "line 2: "),
+        ('{"question": [], "answer": "1"}\n', "line 1: 'prompt'"),
+        ('{"prompt": [], "label": 1, "more": 2}\n', "line 1: .*'more'"),
+        ('{"prompt": \n', "line 1: not JSON"),
+    ],
+)
+def test_other_files_are_none(tmp_path, content, value):
+    (tmp_path / "train.jsonl").write_text(content)
+    with pytest.raises(ConfigError, match=value):
+        load_prompts(tmp_path / "train.jsonl")

@@ -1,0 +1,79 @@
+import dataclasses
+import random
+from pathlib import Path
+
+import pytest
+from tests.support.algorithms import objective
+
+from posttrain.config.derived import data_parallel_size
+from posttrain.plan.resolve import resolve
+from posttrain.rl.training.batch import make_updates, sample_costs
+from posttrain.types import Prompt, Sample, SampleGroup
+
+CONFIG_DIR = Path(__file__).resolve().parents[4] / "config"
+
+
+def lengths_of_math_responses(count, seed):
+    """Log-normal and cut at the recipe's limits, as lengths of answers to mathematical problems are."""
+    source = random.Random(seed)
+    return [min(max(int(source.lognormvariate(8.5, 1.0)), 64), 32_000) for _ in range(count)]
+
+
+def groups_of(config, lengths):
+    size, numbers = config.rollout.num_samples_per_prompt, iter(range(len(lengths)))
+    groups = []
+    for prompt in range(config.rollout.rollout_batch_size):
+        samples = [_sample(prompt, place, lengths[next(numbers)]) for place in range(size)]
+        groups.append(SampleGroup(Prompt(prompt, (), ""), tuple(samples)))
+    return groups
+
+
+def _sample(prompt, place, length):
+    return Sample(prompt, place, (1,) * 100, (2,) * length, (-1.0,) * length, "stop", 0, float(place % 2))
+
+
+@pytest.fixture(scope="module")
+def recipe():
+    return resolve({"model": "glm5", "site": "local"}, CONFIG_DIR).config
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_of_the_recipe_hold_little_padding(recipe, seed):
+    """TP4 and CP2: every sequence to a multiple of 4, every row of 8, and a row of 8 where a rank has nothing to do."""
+    lengths = lengths_of_math_responses(64, seed)
+    ranks = range(data_parallel_size(recipe))
+    updates = [make_updates(recipe, objective(), groups_of(recipe, lengths), rank)[0] for rank in ranks]
+    rows = [batch for update in updates for batch in update.batches]
+    padding, tokens = sum(row.num_padding for row in rows), sum(len(row.tokens) for row in rows)
+    assert tokens - padding == sum(lengths) + 100 * len(lengths)
+    assert 0 < padding < 0.03 * tokens
+    assert all(len(row.tokens) % 8 == 0 for row in rows)
+    assert all(length % 4 == 0 for row in rows for length in row.lengths)
+
+
+def test_ranks_without_samples_run_padding_and_the_loss_does_not_count_it(recipe):
+    config = dataclasses.replace(recipe, training=dataclasses.replace(recipe.training, global_batch_size=2))
+    groups = groups_of(config, [300] * 64)
+    updates = [make_updates(config, objective("bnpo"), groups, rank)[0] for rank in range(data_parallel_size(config))]
+    assert [[batch.sample_indices for batch in update.batches] for update in updates] == [[(0,)], [(1,)], [()], [()]]
+    assert [len(update.batches[0].tokens) for update in updates] == [400, 400, 8, 8]
+    # Two micro-batches of 300 tokens each, not four.
+    assert updates[3].weights.tolist() == pytest.approx([1 / 600] * 2)
+
+
+def test_costs_are_those_of_what_is_multiplied(recipe):
+    """GLM-5's attention multiplies a query with all keys before it, kept or not: four times as long costs more."""
+    one, four = sample_costs(recipe, [8192, 32768])
+    assert 6 < four / one < 16
+    assert sample_costs(recipe, [8192, 32768, 8192]) == [one, four, one]
+
+
+def test_every_sample_is_in_one_row_of_one_rank_and_no_row_exceeds_the_budget(recipe):
+    groups = groups_of(recipe, lengths_of_math_responses(64, seed=7))
+    updates = [make_updates(recipe, objective(), groups, rank)[0] for rank in range(data_parallel_size(recipe))]
+    seen = [index for update in updates for batch in update.batches for index in batch.sample_indices]
+    assert sorted(seen) == list(range(64))
+    budget = recipe.trainer.max_tokens_per_gpu * recipe.parallel.context_parallel_size
+    assert all(len(batch.tokens) <= budget for update in updates for batch in update.batches)
+    assert len({len(update.batches) for update in updates}) == 1
+    assert {update.num_micro_batches for update in updates} == {sum(len(update.batches) for update in updates)}

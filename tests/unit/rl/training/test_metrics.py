@@ -1,0 +1,53 @@
+"""What a step says of its rewards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import pytest
+
+from posttrain.rl.rollout.coordinator import RolloutResult
+from posttrain.rl.training import metrics
+from posttrain.types import Prompt, Sample, SampleGroup
+
+
+def rollout(*rewards: list[float | None], parts: Mapping[str, float] | None = None) -> RolloutResult:
+    def sample(index: int, reward: float | None) -> Sample:
+        return Sample(0, index, (1, 2), (3,), (-0.5,), "stop", 0, reward, {"own": reward}, parts or {})
+
+    groups = [[sample(index, reward) for index, reward in enumerate(group)] for group in rewards]
+    prompt = Prompt(0, ({"role": "user", "content": "?"},), "label")
+    return RolloutResult([SampleGroup(prompt, tuple(samples)) for samples in groups], 0)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "is_equal"),
+    [
+        ([0.5, 0.5], 1.0),
+        ([0.1 + 0.2 + 99.7, 99.7 + 0.2 + 0.1], 1.0),
+        ([100.0, math.nextafter(100.0, 200.0)], 1.0),
+        ([100.0, 100.001], 0.0),
+        ([0.0, 1e-9], 0.0),
+        ([-100.0, 100.0], 0.0),
+        ([None, 0.5], 1.0),
+        ([None, None], 1.0),
+        ([None, 0.5, 1.0], 0.0),
+    ],
+)
+def test_rewards_that_differ_by_rounding_are_counted_as_equal(rewards: list[float | None], is_equal: float) -> None:
+    assert metrics._rollout_metrics(rollout(rewards), True)["rollout/reward_std_zero_fraction"] == is_equal
+
+
+def test_a_step_has_so_many_metrics_of_graders(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    parts = {f"own/{number}": 1.0 for number in range(20)}
+    before = metrics._rollout_metrics(rollout([1.0], parts=parts), True)
+    assert "reward/own/19" in before
+    assert not caplog.text
+    monkeypatch.setattr(metrics, "MAX_NAMES", 10)
+    found = metrics._rollout_metrics(rollout([1.0], parts=parts), True)
+    assert len(before) - len(found) == 13  # of 20 parts, the score, mean and rate
+    assert found["rollout/reward_mean"] == 1.0
+    assert "the first 10 are kept" in caplog.text

@@ -1,0 +1,65 @@
+"""Run a rule's command beside engines of several nodes: `python -m posttrain.cluster.beside_engines ... -- python ...`.
+
+It runs on the first node of its job, starts the engines on all of them, and tells the command behind `--` in its
+environment where they are. When that ends, or an engine does, all end. In a pod that is not the first of its gang it
+does what the first one asks for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shutil
+import sys
+from pathlib import Path
+
+from posttrain import cli
+from posttrain.cluster.oneshot_job import OneshotJob
+from posttrain.cluster.site import is_waiting_pod, rendezvous_path
+from posttrain.cluster.worker_pod import lend_this_pod
+from posttrain.config.load import Resolved
+from posttrain.plan.sizing.evaluation import serving_config
+from posttrain.plan.sizing.precisions import precision_config
+
+
+def main() -> None:
+    """Start the engines, run the command, and end as it does."""
+    arguments = parse_arguments()
+    folder = arguments.folder
+    if is_waiting_pod():
+        lend_this_pod(rendezvous_path(folder))
+        return
+    served = job_of(arguments.resolved, arguments.precision)
+    # Of an attempt before.
+    shutil.rmtree(folder, ignore_errors=True)
+    with OneshotJob.of_this_job(served, folder) as job:
+        code = job.run_beside_engines(arguments.checkpoint, arguments.command)
+    sys.exit(code)
+
+
+def job_of(resolved: Resolved, precision: str = "") -> Resolved:
+    """Return the configuration of the job's engines: its nodes are the engines', and none is spare.
+
+    Args:
+        resolved: Of the run.
+        precision: Of those that are compared; empty: the one of evaluations.
+    """
+    config = serving_config(precision_config(resolved.config, precision) if precision else resolved.config)
+    slurm = dataclasses.replace(config.site.slurm, spare_nodes=0)
+    site = dataclasses.replace(config.site, slurm=slurm)
+    return dataclasses.replace(resolved, config=dataclasses.replace(config, site=site))
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line that the rule writes."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    cli.add_option(parser, "resolved", cli.RESOLVED)
+    cli.add_option(parser, "checkpoint", (Path, "checkpoint in Hub layout, seen by all nodes"))
+    cli.add_option(parser, "folder", (Path, "of this job alone; gets the engines' logs"))
+    cli.add_option(parser, "precision", {"default": "", "help": "that is compared; by default the one of evaluations"})
+    parser.add_argument("command", nargs="+", help="what asks the engines, and is told where they are")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    cli.run(main)

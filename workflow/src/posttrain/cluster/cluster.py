@@ -1,0 +1,177 @@
+"""JobSets and pods of one Kubernetes namespace, through the official client.
+
+What passes (an overloaded or restarting API server, a cut connection) is asked again, with a limit and a line in the
+log. What does not pass (no permission, no such resource) ends with what to do.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Set
+from typing import Any
+
+from posttrain.cluster.jobset import CONTAINER, GROUP, PLURAL, VERSION
+from posttrain.errors import ConfigError, Problem
+
+log = logging.getLogger(__name__)
+
+REQUEST_SECONDS = 30.0
+# Between two looks at a JobSet: a run lasts for hours, and the API server belongs to others, too.
+PAUSE_SECONDS = 5.0
+# An API server that is being replaced is back in minutes; the JobSet does not need us meanwhile.
+TIMEOUT_SECONDS = 600.0
+# Of the pod that failed first, in the message: what it says last names the cause.
+LOG_TAIL_LINES = 15
+BAD_REQUEST, NOT_FOUND, CONFLICT, TOO_MANY = 400, 404, 409, 429
+JOBSET_LABEL = "jobset.sigs.k8s.io/jobset-name"
+
+
+class Cluster:
+    """The JobSets of a namespace, and their pods.
+
+    Args:
+        namespace: Where they live.
+        pause_seconds: Between two questions about the same thing.
+        timeout_seconds: An API server that does not answer is asked again for so long.
+
+    Raises:
+        ConfigError: When the client is not installed, or finds no cluster.
+    """
+
+    def __init__(self, namespace: str, pause_seconds: float = PAUSE_SECONDS, timeout_seconds: float = TIMEOUT_SECONDS):
+        try:
+            import kubernetes
+        except ImportError as error:
+            remedy = "pip install 'posttrain[kubernetes]'"
+            raise ConfigError(
+                [Problem("site.launcher", "kubernetes", "with the package kubernetes installed", remedy)]
+            ) from error
+        client = _connect(kubernetes)
+        self.pause_seconds = pause_seconds
+        self._timeout_seconds = timeout_seconds
+        self._namespace = namespace
+        self._jobsets = kubernetes.client.CustomObjectsApi(client)
+        self._core = kubernetes.client.CoreV1Api(client)
+        self._access = kubernetes.client.AuthorizationV1Api(client)
+        self._api_error = kubernetes.client.ApiException
+        self._where = {"group": GROUP, "version": VERSION, "namespace": namespace, "plural": PLURAL}
+
+    def read(self, name: str) -> dict[str, Any] | None:
+        """Return a JobSet; None when there is none of that name."""
+        read = self._jobsets.get_namespaced_custom_object
+        return self._ask(f"read JobSet {name}", read, {NOT_FOUND}, name=name, **self._where)
+
+    def create(self, manifest: dict[str, Any]) -> bool:
+        """Create a JobSet; False when one of that name exists: the API server lets only one creator win."""
+        what = f"create JobSet {manifest['metadata']['name']}"
+        create = self._jobsets.create_namespaced_custom_object
+        return self._ask(what, create, {CONFLICT}, body=manifest, **self._where) is not None
+
+    def delete(self, jobset: dict[str, Any]) -> None:
+        """Delete this very JobSet with its pods, and wait until it is gone; another one of its name stays."""
+        name, uid = jobset["metadata"]["name"], jobset["metadata"]["uid"]
+        # Foreground: the name becomes free when the pods are gone.
+        options = {"propagationPolicy": "Foreground", "preconditions": {"uid": uid}}
+        delete = self._jobsets.delete_namespaced_custom_object
+        self._ask(f"delete JobSet {name}", delete, {NOT_FOUND, CONFLICT}, name=name, body=options, **self._where)
+        while (found := self.read(name)) is not None and found["metadata"]["uid"] == uid:
+            time.sleep(self.pause_seconds)
+
+    def pods(self, name: str) -> list[Any]:
+        """Return the pods of a JobSet, in the order of their names."""
+        listed = self._ask(
+            f"list the pods of JobSet {name}",
+            self._core.list_namespaced_pod,
+            set(),
+            namespace=self._namespace,
+            label_selector=f"{JOBSET_LABEL}={name}",
+        )
+        return sorted(listed.items, key=lambda pod: pod.metadata.name)
+
+    def log_tail(self, pod_name: str) -> str:
+        """Return the last lines that a pod's supervisor wrote."""
+        said = self._ask(
+            f"read the log of pod {pod_name}",
+            self._core.read_namespaced_pod_log,
+            {BAD_REQUEST, NOT_FOUND},
+            name=pod_name,
+            namespace=self._namespace,
+            container=CONTAINER,
+            tail_lines=LOG_TAIL_LINES,
+        )
+        return "(the node no longer has its log)" if said is None else said
+
+    def has_jobsets(self) -> bool:
+        """Return whether the cluster serves JobSets of the version that we write."""
+        served = self._ask(
+            "list JobSet's resources", self._jobsets.get_api_resources, {NOT_FOUND}, group=GROUP, version=VERSION
+        )
+        return served is not None and any(resource.name == PLURAL for resource in served.resources)
+
+    def is_allowed(self, verb: str, group: str, resource: str) -> bool:
+        """Return whether the account may do something in the namespace; a subresource is named as in `pods/log`."""
+        name, _, part = resource.partition("/")
+        wanted = {"namespace": self._namespace, "verb": verb, "group": group, "resource": name, "subresource": part}
+        review = {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview"}
+        body = review | {"spec": {"resourceAttributes": wanted}}
+        said = self._ask("ask what is allowed", self._access.create_self_subject_access_review, set(), body=body)
+        return bool(said.status.allowed)
+
+    def _ask(self, what: str, request: Callable[..., Any], expected: Set[int], **arguments: Any) -> Any:
+        """Return the API server's answer; None for one of the expected refusals (there is none, there is one already).
+
+        Raises:
+            RuntimeError: When it refuses otherwise, or has not answered for `timeout_seconds`.
+        """
+        from urllib3.exceptions import HTTPError
+
+        give_up_at = time.monotonic() + self._timeout_seconds
+        while True:
+            try:
+                return request(_request_timeout=REQUEST_SECONDS, **arguments)
+            except self._api_error as error:
+                if error.status in expected:
+                    return None
+                if error.status != TOO_MANY and error.status < 500:
+                    raise RuntimeError(
+                        f"Kubernetes refuses to {what} in namespace {self._namespace}: {_told(error)}"
+                    ) from error
+                reason = f"{error.status} {error.reason}"
+            except HTTPError as error:
+                reason = str(error)
+            if time.monotonic() > give_up_at:
+                raise RuntimeError(
+                    f"Kubernetes has not answered for {self._timeout_seconds:g} s ({what}: {reason}); what runs there "
+                    "goes on: run the same command again to follow it"
+                )
+            log.warning("cannot %s: %s; asking again", what, reason)
+            time.sleep(self.pause_seconds)
+
+
+def _connect(kubernetes: Any) -> Any:
+    """Return a client for the cluster that KUBECONFIG names, or in a pod without it for the pod's own."""
+    settings = kubernetes.client.Configuration()
+    # What is asked again is asked here, with a line in the log.
+    settings.retries = False
+    file = os.environ.get("KUBECONFIG")
+    try:
+        if file or "KUBERNETES_SERVICE_HOST" not in os.environ:
+            kubernetes.config.load_kube_config(file, client_configuration=settings)
+        else:
+            kubernetes.config.load_incluster_config(client_configuration=settings)
+    except kubernetes.config.ConfigException as error:
+        remedy = "set KUBECONFIG, or run in a pod with a service account"
+        raise ConfigError([Problem("KUBECONFIG", repr(file), f"a cluster to talk to ({error})", remedy)]) from error
+    return kubernetes.client.ApiClient(settings)
+
+
+def _told(error: Any) -> str:
+    """Return what the API server says, without its headers, and what is behind the usual refusals."""
+    causes = {
+        401: "; the credentials of KUBECONFIG or of the service account are not accepted",
+        403: "; the account needs get, create and delete on jobsets, and get and list on pods and pods/log",
+        NOT_FOUND: "; JobSet is not installed in this cluster, or the namespace is not there",
+    }
+    return f"{error.status} {error.reason}: {str(error.body).strip()[:500]}{causes.get(error.status, '')}"

@@ -1,0 +1,189 @@
+"""How two processes of a gang find out that they are of one gang, before either believes or reads much of the other.
+
+Both know a secret, which is never sent. Who connects says who it is, with a text that it has just made up; who listens
+does the same; then each proves the secret over all that was said. Nobody else gets an answer that it could use
+elsewhere: a proof is worth something for one side of one connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from posttrain.cluster.channel import Channel, as_line, from_line
+
+log = logging.getLogger(__name__)
+
+# In the environment of a process that the head has started.
+SECRET_VARIABLE = "POSTTRAIN_GANG_SECRET"
+# A head with a full backlog takes connections when it is scheduled again; a host that is gone never answers.
+CONNECT_SECONDS = 30.0
+# Who has not shown by then who it is, is sent away.
+GREETING_SECONDS = 30.0
+# A name, an address, a challenge and a proof take 300.
+MAX_GREETING_BYTES = 4096
+# Strangers at a time, a thread each: all nodes of the largest gang may come at once. Who is too many takes the place of
+# the one that has come first.
+MAX_STRANGERS = 256
+# Hosts that the log names; there is no end of those who may knock.
+MAX_NAMED = 10
+# Without file descriptors, asking at once would only fill the log.
+ACCEPT_AGAIN_SECONDS = 1.0
+LISTENS, CONNECTS = "listens", "connects"
+
+
+class HandshakeError(ConnectionError):
+    """Who is at the other end is none of ours."""
+
+
+class Reception:
+    """Listens at one address and admits peers that prove the secret.
+
+    Args:
+        host: Address to listen at.
+        secret: Of the gang.
+        is_awaited: Tells whether who says so may come in.
+        receive: Called for each, in a thread of its own, with what it said of itself and the channel to it.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        secret: str,
+        is_awaited: Callable[[str], bool],
+        receive: Callable[[dict[str, Any], Channel], None],
+    ):
+        self._secret, self._is_awaited, self._receive = secret, is_awaited, receive
+        self._strangers: deque[socket.socket] = deque()
+        self._named: set[str] = set()
+        self._is_open = True
+        self._listener = socket.create_server((host, 0), backlog=MAX_STRANGERS)
+        self.address = f"{host}:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        """Stop admitting peers."""
+        self._is_open = False
+        self._listener.shutdown(socket.SHUT_RDWR)  # a thread waits in accept()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while self._is_open:
+            try:
+                connection, (host, *_) = self._listener.accept()
+            except OSError as error:
+                if self._is_open:  # no file descriptor is left, for example
+                    self._name("somebody", error)
+                    time.sleep(ACCEPT_AGAIN_SECONDS)
+                continue
+            self._strangers.append(connection)
+            if len(self._strangers) > MAX_STRANGERS:
+                with contextlib.suppress(OSError, IndexError):
+                    self._strangers.popleft().shutdown(socket.SHUT_RDWR)
+            threading.Thread(target=self._greet, args=(connection, str(host)), daemon=True).start()
+
+    def _greet(self, connection: socket.socket, host: str) -> None:
+        """Let one in, or send it away."""
+        try:
+            hello = self._hear(connection)
+            channel = Channel(connection, hello["who"])
+        # What can be read at the last possible depth may be too deep to be written again.
+        except (OSError, ValueError, RecursionError) as error:
+            self._name(host, error)
+            connection.close()
+            return
+        finally:
+            with contextlib.suppress(ValueError):
+                self._strangers.remove(connection)
+        channel.send("welcome")  # before anybody can send another message
+        self._receive(hello, channel)
+
+    def _hear(self, connection: socket.socket) -> dict[str, Any]:
+        """Return a peer's authenticated description of itself."""
+        deadline, challenge = time.monotonic() + GREETING_SECONDS, _challenge()
+        hello = _read(connection, deadline)
+        if not isinstance(hello.get("who"), str):
+            raise HandshakeError("it does not say who it is")
+        said = (self._secret, hello, challenge)
+        connection.sendall(as_line({"kind": "head", "challenge": challenge, "proof": _proof(LISTENS, *said)}))
+        _check(_read(connection, deadline), CONNECTS, *said)
+        if not self._is_awaited(hello["who"]):
+            raise HandshakeError(f"nobody waits for {hello['who']}")
+        connection.settimeout(None)
+        return hello
+
+    def _name(self, host: str, why: Exception) -> None:
+        if len(self._named) < MAX_NAMED and host not in self._named:
+            self._named.add(host)
+            log.warning("a connection from %s was refused, as later ones from there will be: %s", host, why)
+
+
+def join(address: str, secret: str, who: str, **about: Any) -> Channel:
+    """Return a channel to the head at "host:port".
+
+    Args:
+        address: Where it listens.
+        secret: Of the gang.
+        who: Who this is.
+        about: What else the head should know; JSON types.
+
+    Raises:
+        OSError: Nobody answers, or not who knows the secret, or this process is not waited for.
+    """
+    host, _, port = address.rpartition(":")
+    connection = socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS)
+    try:
+        _greet_head(connection, secret, {"kind": "hello", "who": who, "challenge": _challenge(), **about})
+    except (OSError, ValueError) as error:
+        connection.close()
+        raise HandshakeError(f"who listens at {address} is not the head, or does not take {who}: {error}") from error
+    connection.settimeout(None)
+    return Channel(connection, f"the head at {address}")
+
+
+def _greet_head(connection: socket.socket, secret: str, hello: dict[str, Any]) -> None:
+    deadline = time.monotonic() + GREETING_SECONDS
+    hello["address"] = connection.getsockname()[0]
+    connection.sendall(as_line(hello))
+    answer = _read(connection, deadline)
+    said = (secret, hello, answer.get("challenge"))
+    _check(answer, LISTENS, *said)
+    connection.sendall(as_line({"kind": "proof", "proof": _proof(CONNECTS, *said)}))
+    _read(connection, deadline)
+
+
+def _challenge() -> str:
+    """Return a text that was never used before."""
+    return secrets.token_hex(16)
+
+
+def _proof(side: str, secret: str, hello: dict[str, Any], challenge: object) -> str:
+    said = json.dumps([side, hello, challenge], sort_keys=True)
+    return hmac.digest(secret.encode(), said.encode(), "sha256").hex()
+
+
+def _check(answer: dict[str, Any], side: str, secret: str, hello: dict[str, Any], challenge: object) -> None:
+    if not hmac.compare_digest(str(answer.get("proof")).encode(), _proof(side, secret, hello, challenge).encode()):
+        raise HandshakeError("it does not know the secret")
+
+
+def _read(connection: socket.socket, deadline: float) -> dict[str, Any]:
+    """Read one message from an unauthenticated peer, and nothing after it."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        if len(line) == MAX_GREETING_BYTES:
+            raise HandshakeError("it says more than a greeting")
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
+        if not (byte := connection.recv(1)):
+            raise HandshakeError("it has said nothing" if not line else "it has gone in the middle of a greeting")
+        line += byte
+    return from_line(bytes(line))

@@ -1,0 +1,70 @@
+"""A training job as the head of a gang sends it to its nodes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain.checkpoint.staging.node_local import StagedSource
+from posttrain.checkpoint.staging.node_weights import NodeWeights
+from posttrain.config.schema import Config
+from posttrain.store import read_receipt
+
+
+@dataclass(frozen=True)
+class TrainingJob:
+    """What a job trains and from which paths; all nodes see every path except `node_local`.
+
+    Args:
+        config_path: The resolved configuration.
+        run_folder: `train/`: checkpoints, rollouts, metrics, attempts.
+        torch_dist: Initial weights of the ranks.
+        torch_dist_receipt: Their receipt.
+        rollout_weights: What the engines load first.
+        rollout_receipt: Their receipt.
+        node_local: Where copies lie on a node's own disk, with `{node}` for its name.
+        arguments: Command line of a trainer rank without configuration, weights, engine addresses and lease.
+    """
+
+    config_path: Path
+    run_folder: Path
+    torch_dist: Path
+    torch_dist_receipt: Path
+    rollout_weights: Path
+    rollout_receipt: Path
+    node_local: Path
+    arguments: tuple[str, ...]
+
+    def weights_of(self, config: Config, rank: int, name: str) -> NodeWeights:
+        """Return the weights that one node loads.
+
+        Args:
+            config: The resolved configuration.
+            rank: The node's number in the job, from 0.
+            name: Its name.
+        """
+        return NodeWeights(
+            config,
+            rank=rank,
+            name=name,
+            torch_dist=StagedSource(self.torch_dist, read_receipt(self.torch_dist_receipt)),
+            rollout=StagedSource(self.rollout_weights, read_receipt(self.rollout_receipt)),
+            destination=Path(str(self.node_local).format(node=name)),
+            peers=self.run_folder.parent / "node_local" / "broadcast",
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the job as plain types."""
+        return {name: list(value) if isinstance(value, tuple) else str(value) for name, value in vars(self).items()}
+
+    @staticmethod
+    def from_dict(content: Mapping[str, Any]) -> TrainingJob:
+        """Return what `as_dict` was made of."""
+        names = [field.name for field in dataclasses.fields(TrainingJob)]
+        values: dict[str, Any] = {
+            name: tuple(content[name]) if name == "arguments" else Path(content[name]) for name in names
+        }
+        return TrainingJob(**values)

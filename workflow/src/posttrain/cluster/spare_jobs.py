@@ -1,0 +1,119 @@
+"""Replaces used spare nodes: each new one is a separate job in the queue.
+
+SLURM starts a user's commands in any of the user's jobs, so the node of such a job is used like those of the job that
+trains. It ends with that one (`spare_node`); here it is submitted, looked for and cancelled.
+"""
+
+from __future__ import annotations
+
+import getpass
+import logging
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Mapping, Sequence, Set
+from pathlib import Path
+
+from posttrain.cluster.slurm_job import options_of_spare
+from posttrain.cluster.slurm_query import ask
+from posttrain.config.derived import nodes_with_spares
+from posttrain.config.load import digest8
+from posttrain.config.schema import Config
+
+log = logging.getLogger(__name__)
+
+WAITING_STATES = ("PENDING", "CONFIGURING")
+FIELDS = ("%i", "%T", "%N")
+
+
+class SpareJobs:
+    """The jobs of a run's new spare nodes; none where the site does not want them.
+
+    Args:
+        config: The resolved configuration.
+        job_id: SLURM's number of the job that trains.
+        names: The nodes of that job.
+        run_folder: `train/` of the run; tells runs of the same name apart.
+    """
+
+    def __init__(self, config: Config, job_id: str, names: Sequence[str], run_folder: Path):
+        self._config, self._job_id, self._names = config, job_id, names
+        self._is_wanted = config.site.slurm.refill_spares and nodes_with_spares(config) > config.nodes
+        self._log = run_folder / "attempts" / "spare-%j.log"
+        self._name = f"{run_folder.parent.name}-spare-{digest8(os.path.realpath(run_folder))}"
+        self._has_submitted = False
+        # Job -> its node, "" as long as nothing can be started there.
+        self._jobs: Mapping[str, str] = {}
+
+    def nodes(self) -> dict[str, str]:
+        """Return the nodes that have come -> their jobs; as it was before where SLURM does not answer."""
+        try:
+            self._look()
+        except RuntimeError as error:
+            log.warning("SLURM does not tell which spare nodes have come: %s", error)
+        return {node: number for number, node in self._jobs.items() if node}
+
+    def replace(self, lost: Set[str]) -> None:
+        """Ask for as many nodes as are missing; where SLURM refuses, training goes on without.
+
+        Args:
+            lost: Nodes that do not train again, the job's own and others.
+        """
+        if not self._is_wanted:
+            return
+        try:
+            self._look()
+            useless = [number for number, node in self._jobs.items() if node in lost]
+            self._cancel(useless)
+            for _ in range(len(lost & set(self._names)) - len(self._jobs) + len(useless)):
+                self._submit({*self._names, *self._jobs.values(), *lost} - {""})
+        except RuntimeError as error:
+            log.warning("a used-up spare node is not replaced through the queue: %s", error)
+
+    def cancel_all(self) -> None:
+        """Cancel whatever the run has in the queue or running, by this process or an earlier one."""
+        if self._is_wanted:
+            try:
+                self._cancel(list(self._find()))
+            except RuntimeError as error:
+                log.warning("jobs of spare nodes are left to end by themselves: %s", error)
+
+    def _look(self) -> None:
+        if self._has_submitted:
+            self._jobs = self._find("--states", ",".join(("RUNNING", *WAITING_STATES)))
+
+    def _submit(self, excluded: Set[str]) -> None:
+        if not self._has_submitted:
+            signal.signal(signal.SIGTERM, self._cancel_and_end)
+            self._has_submitted = True
+        left = ask("squeue", "--noheader", "--jobs", self._job_id, "--format", "%L")
+        about = (f"--job-name={self._name}", f"--comment=a spare node of job {self._job_id}", f"--output={self._log}")
+        holds = shlex.join([sys.executable, "-m", "posttrain.cluster.spare_node", "--job", self._job_id])
+        words = [*about, f"--time={left}", *options_of_spare(self._config, excluded), f"--wrap={holds}"]
+        number = ask("sbatch", "--parsable", "--export=ALL", *words)
+        log.warning("job %s is in the queue for a new spare node", number.partition(";")[0])
+
+    def _cancel(self, numbers: Sequence[str]) -> None:
+        if numbers:
+            ask("scancel", "--quiet", f"--user={getpass.getuser()}", f"--name={self._name}", *numbers)
+
+    def _find(self, *options: str) -> dict[str, str]:
+        asked = ("--me", "--noheader", f"--name={self._name}", *options, f"--format={'|'.join(FIELDS)}")
+        return parse_jobs(ask("squeue", *asked))
+
+    def _cancel_and_end(self, *_: object) -> None:
+        """End by SIGTERM, with which SLURM announces the end of a job that is cancelled or requeued."""
+        self.cancel_all()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def parse_jobs(listed: str) -> dict[str, str]:
+    """Return job -> node, "" where it waits for one, from what squeue has printed.
+
+    Args:
+        listed: A line per job, `FIELDS` joined by "|".
+    """
+    rows = (line.split("|") for line in listed.splitlines())
+    return {number: "" if state in WAITING_STATES else node for number, state, node in rows}

@@ -1,0 +1,42 @@
+"""Names that modules had in version 0.2: jobs that it started still run them by `python -m`, and pages named them.
+
+The next version drops this file.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
+from pathlib import Path
+
+SOURCE = Path(__file__).resolve().parents[1]
+MOVED = {
+    "posttrain.engines": "posttrain/rl/engines",
+    "posttrain.foreign": "posttrain_import",
+    "posttrain.launch": "posttrain/cluster",
+    "posttrain.preflight": "posttrain/plan/preflight",
+    "posttrain.processes": "posttrain/cluster/processes.py",
+    "posttrain.reward": "posttrain/rl/reward",
+}
+
+
+class MovedModules:
+    """Finds a moved package under its old name; what is in it follows from there."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
+        """Return where a module lies now, None for those that have not moved."""
+        if name not in MOVED:
+            return None
+        place = SOURCE / MOVED[name]
+        if place.suffix:
+            return spec_from_file_location(name, place)
+        return spec_from_file_location(name, place / "__init__.py", submodule_search_locations=[str(place)])
+
+
+def find_moved_modules() -> None:
+    """Have Python find them; once for a process."""
+    if MovedModules not in sys.meta_path:
+        sys.meta_path.append(MovedModules)  # type: ignore[arg-type]

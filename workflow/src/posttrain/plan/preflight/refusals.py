@@ -1,0 +1,161 @@
+"""What this version cannot run although the plan can be made, rule by rule, and the nearest that it can.
+
+The driver asks when it knows which rules would run: a dry run ends with these words, a run ends before its first job.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from posttrain.config.data import UNPINNED
+from posttrain.config.engine import SECRET_VARIABLE
+from posttrain.config.rules import check_convertible, check_trainable
+from posttrain.config.schema import Config
+from posttrain.config.suites import check_pinned
+from posttrain.errors import ConfigError, Problem, raise_if_any
+from posttrain.plan.job_needs import SERVING, check_compared, check_served
+from posttrain.plan.preflight.lm_eval import find_lm_eval_problems
+from posttrain.plan.preflight.reward_tokens import check_reward_tokens
+from posttrain.plan.preflight.wandb_key import check_wandb
+from posttrain.plan.problems import find_problems
+from posttrain.plan.resolve import resolve
+from posttrain.store import Paths
+
+# Rules that fetch what cannot be converted, and that train; others, but those that serve, ask for nothing that this
+# version lacks.
+FETCHING = ("list_hf_checkpoint", "download_hf_checkpoint")
+TRAINING = ("resolve_config", "train_grpo")
+GRADING = (*TRAINING, "approve_data", "evaluate")
+# Rules that read suites; what a calibration reads is fetched by the same rule.
+ASKING = ("approve_data", "evaluate", "ask_precision")
+# They serve the model in the precision of evaluations; each of those that are compared is looked at by itself.
+SERVING_ONE = tuple(rule for rule in SERVING if rule != "ask_precision")
+# Shortest responses that a nearest configuration may be left with.
+SHORTEST_RESPONSE_TOKENS = 1024
+PAGE = "`snakemake plan` with the same --config draws all figures."
+
+
+def find_refusals(config: Config, rules: Collection[str]) -> list[Problem]:
+    """Return what keeps this version from running some rules.
+
+    Args:
+        config: The resolved configuration.
+        rules: Names of the rules that would run; a workflow that imports this one may put something before them.
+    """
+    found: list[Problem] = []
+    if any(rule.endswith(FETCHING) for rule in rules):
+        found += check_convertible(config)
+    if any(rule.endswith(TRAINING) for rule in rules):
+        missing_key = check_wandb(config).problem
+        found += [*check_trainable(config), *find_problems(config), *([missing_key] if missing_key else [])]
+    if any(rule.endswith("download_rows") for rule in rules) and any(rule.endswith(ASKING) for rule in rules):
+        found += check_pinned(config)
+    if any(rule.endswith(SERVING) for rule in rules):
+        found += _check_secret(config)
+    if any(rule.endswith(SERVING_ONE) for rule in rules):
+        found += check_served(config)
+    if any(rule.endswith(("ask_precision", "compare_precisions")) for rule in rules):
+        found += check_compared(config)
+    if any(rule.endswith("benchmark_serving") for rule in rules):
+        found += _check_benchmark(config)
+    if any(rule.endswith("lm_eval") for rule in rules):
+        found += find_lm_eval_problems(config)
+    if any(rule.endswith(GRADING) for rule in rules):
+        found += [finding.problem for finding in check_reward_tokens(config) if finding.problem]
+    return list(dict.fromkeys(found))
+
+
+def _check_benchmark(config: Config) -> Iterator[Problem]:
+    """Yield that a benchmark asks for what the model has no room for."""
+    asked, room = config.evaluation.serving, config.model.architecture.max_position_embeddings
+    length = asked.output_tokens + (asked.input_tokens if asked.prompts == "random" else 1)
+    if length > room:
+        keys = "evaluation.serving: input_tokens + output_tokens"
+        yield Problem(keys, f"{length:,}", f"at most {room:,}, the positions of the model", "ask for fewer tokens")
+
+
+def _check_secret(config: Config) -> Iterator[Problem]:
+    """Yield that engines of somebody else want to be shown what is not there; it is never shown itself."""
+    if config.evaluation.addresses and not os.environ.get(SECRET_VARIABLE):
+        allowed = "the secret of the engines at evaluation.addresses"
+        yield Problem(SECRET_VARIABLE, "not set", allowed, "set it in the environment, as it is set for these engines")
+
+
+def refuse_unfit(paths: Paths) -> None:
+    """Raise a `ConfigError` for what does not fit this hardware and site; what has been trained stays."""
+    if not paths.train_done.exists():
+        raise_if_any(find_problems(paths.resolved.config), hint=PAGE)
+
+
+def refusal(workflow: Mapping[str, Any], config_dir: Path, config: Config, rules: Collection[str]) -> str:
+    """Return what a user is told of `find_refusals`, with the nearest request that works; empty where all can run.
+
+    Args:
+        workflow: What the configuration was resolved from.
+        config_dir: The folder `config/`.
+        config: The resolved configuration.
+        rules: Names of the rules that would run.
+    """
+    problems = find_refusals(config, rules)
+    if not problems:
+        return ""
+    lines = ["this version cannot run what is asked for:", *(f"  - {problem}" for problem in problems)]
+    if nearest := nearest_request(workflow, config_dir, config):
+        lines.append(f"  nearest that it can train: {nearest}")
+    return "\n".join([*lines, PAGE])
+
+
+def nearest_request(workflow: Mapping[str, Any], config_dir: Path, config: Config) -> str:
+    """Return the nearest request that this version can train, in words; empty where there is none, or it is this one.
+
+    Args:
+        workflow: What the configuration was resolved from.
+        config_dir: The folder `config/`.
+        config: The configuration.
+    """
+    if not [*check_trainable(config), *find_problems(config)]:
+        return ""  # Something else is wrong: a key of W&B, an evaluation.
+    # What only the user knows takes a stand-in's place in the trial, and stays a blank in the answer.
+    stands_in = {"site.launcher": "slurm", "site.node_names": "[]"} if _needs_site(config) else {}
+    stands_in |= {"model.source.revision": "a" * 40} if config.model.source.revision == UNPINNED else {}
+    for changes in _changes(config):
+        if _is_trainable(workflow, {**changes, **stands_in}, config_dir):
+            return _as_request(workflow, config, changes)
+    return ""
+
+
+def _needs_site(config: Config) -> bool:
+    return config.nodes > 1 and config.site.launcher == "local"
+
+
+def _changes(config: Config) -> Iterator[dict[str, object]]:
+    """Yield what may be changed, the least first: nothing but what the user knows, then ever shorter responses."""
+    yield {}
+    tokens = config.rollout.max_response_tokens // 2
+    while tokens >= SHORTEST_RESPONSE_TOKENS:
+        yield {"rollout.max_response_tokens": tokens}
+        tokens //= 2
+
+
+def _is_trainable(workflow: Mapping[str, Any], changes: Mapping[str, object], config_dir: Path) -> bool:
+    try:
+        config = resolve({**workflow, "set": _overrides(workflow, changes)}, config_dir).config
+    except ConfigError:
+        return False
+    return not [*check_trainable(config), *find_problems(config)]
+
+
+def _as_request(workflow: Mapping[str, Any], config: Config, changes: Mapping[str, object]) -> str:
+    words = ["site=NAME, of a site with launcher slurm or kubernetes"] if _needs_site(config) else []
+    blank = {"model.source.revision": "COMMIT"} if config.model.source.revision == UNPINNED else {}
+    if overrides := _overrides(workflow, {**changes, **blank}):
+        words.append(f"set='{overrides}'")
+    return ", and ".join(words)
+
+
+def _overrides(workflow: Mapping[str, Any], changes: Mapping[str, object]) -> str:
+    given = [word for word in str(workflow.get("set") or "").split() if word.partition("=")[0] not in changes]
+    return " ".join([*given, *(f"{key}={value}" for key, value in changes.items())])

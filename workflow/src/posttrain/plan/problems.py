@@ -1,0 +1,223 @@
+"""What the numbers of a plan rule out, and what they make doubtful.
+
+The Snakefile asks for the problems while it is read, so that a dry run refuses what cannot run before anything starts;
+the plan shows the same list on its page. Layouts that would fit are looked for only when a remedy names them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from posttrain.config.derived import (
+    engine_gpus,
+    engine_nodes,
+    proves_weights,
+    room_for_engines,
+    takes_turns,
+    uses_engines,
+    weight_transport,
+)
+from posttrain.config.schema import Config
+from posttrain.config.site_rules import time_limit_minutes
+from posttrain.errors import Problem
+from posttrain.plan.flags.env_conflicts import find_env_conflicts
+from posttrain.plan.flags.sparse_kernels import check_sparse_kernel
+from posttrain.plan.sizing.capacity import check_declared, check_typical
+from posttrain.plan.sizing.engine import engine_memory
+from posttrain.plan.sizing.export_check import check_export_memory
+from posttrain.plan.sizing.layout import propose_layouts
+from posttrain.plan.sizing.layout_choice import requests_that_fit
+from posttrain.plan.sizing.memory_phases import (
+    NO_STAGE,
+    PhaseMemory,
+    capacity_gib,
+    host_gib_by_phase,
+    own_engine_memory,
+    phase_memory,
+)
+from posttrain.plan.sizing.storage import storage
+from posttrain.plan.sizing.tiny_model import check_made
+from posttrain.plan.sizing.untracked_memory import uncertainty_gib, untracked_terms
+from posttrain.plan.timing.duration import Bandwidths
+from posttrain.plan.timing.step_time import (
+    evaluation_interval,
+    evaluation_share,
+    step_durations,
+    step_with_save_seconds,
+    sync_seconds,
+)
+from posttrain.readable import counted, format_seconds
+
+
+def find_problems(config: Config) -> list[Problem]:
+    """Return what cannot run on this hardware and at this site; for a configuration that resolved."""
+    phases = phase_memory(_taking_turns(config))
+    has_engines = uses_engines(config)
+    alone = [*_check_trainer(config, phases), *(_check_engine(config) if has_engines else ())]
+    return [
+        *(check_made(config.model.architecture) if config.model.source.kind == "made" else ()),
+        *alone,
+        *check_export_memory(config),
+        # What is too large by itself needs no second problem for the phases in which it meets the other.
+        *(() if alone else _check_awake(config, phases)),
+        *_check_all_awake(config),
+        *(_check_engine_count(config) if has_engines else ()),
+        *_check_time_limit(config),
+        *_check_evaluation_share(config),
+        *check_declared(config, storage(config), _host_gib(config)),
+        *find_env_conflicts(config),
+        *check_sparse_kernel(config),
+    ]
+
+
+def find_warnings(config: Config) -> list[Problem]:
+    """Return what may keep the run from working, but is not known well enough to refuse it."""
+    return [
+        *check_typical(config, storage(config), _host_gib(config)),
+        *_check_transport(config),
+        *_check_proof(config),
+        *_check_margin(config),
+        *_check_node_names(config),
+    ]
+
+
+def _check_trainer(config: Config, phases: Sequence[PhaseMemory]) -> Iterator[Problem]:
+    # Where engines have nodes of their own, ranks have no other phase either in which to be too large.
+    phase_names = ("train", "old_logprobs", "mismatch", "save")
+    fullest = _fullest(phases, (*phase_names, "weight_sync") if config.engine.own_nodes else phase_names)
+    if fullest.gpu_gib <= capacity_gib(config):
+        return
+    best = next((layout for layout in propose_layouts(config) if layout.fits), None)
+    if best:
+        sizes = " ".join(f"parallel.{name}={size}" for name, size in best.sizes.items())
+        remedy = f"set='{sizes}', or trainer.optimizer_cpu_offload=true"
+    else:
+        remedy = requests_that_fit(config, {})
+    yield Problem("parallel", _amount(fullest), _limit(config), remedy)
+
+
+def _check_awake(config: Config, phases: Sequence[PhaseMemory]) -> Iterator[Problem]:
+    """Yield what does not fit while engines are awake, on the GPUs that they have."""
+    theirs, fraction = own_engine_memory(config) or phases, config.engine.mem_fraction_static
+    fullest = _fullest(theirs, ("rollout", "weight_sync"))
+    excess = fullest.gpu_gib - capacity_gib(config)
+    if excess > 0 and config.hardware.device == "cuda":
+        lower = fraction - excess / config.hardware.memory_gib_per_gpu
+        remedy = f"{max(0.0, lower - 0.005):.2f} or less"
+        yield Problem("engine.mem_fraction_static", f"{fraction}: {_amount(fullest)}", _limit(config), remedy)
+
+
+def _check_engine(config: Config) -> Iterator[Problem]:
+    served, fraction = engine_memory(config), config.engine.mem_fraction_static
+    memory_gib = config.hardware.memory_gib_per_gpu
+    sizes = {"engine.gpus_per_engine": served, "engine.pd.gpus_per_prefill_engine": served.prefill}
+    for key, of_engine in sizes.items():
+        if of_engine and of_engine.weights_gib_per_gpu > fraction * memory_gib:
+            found = f"{of_engine.weights_gib_per_gpu:.1f} GiB of weights per GPU"
+            allowed = f"less than {fraction * memory_gib:.1f} GiB (engine.mem_fraction_static of {memory_gib:g} GiB)"
+            yield Problem(key, found, allowed, "more GPUs per engine, or rollout.fp8=true")
+
+
+def _check_engine_count(config: Config) -> Iterator[Problem]:
+    count, existing, wanted = config.engine.num_engines, room_for_engines(config), engine_gpus(config)
+    if config.hardware.device == "cuda" and wanted > existing:
+        nodes = counted(len(engine_nodes(config)), "node")
+        found, allowed = f"{wanted} GPUs in {count} engines", f"at most {existing} GPUs ({nodes})"
+        yield Problem("engine.num_engines", found, allowed, "fewer engines or fewer GPUs per engine")
+
+
+def _check_time_limit(config: Config) -> Iterator[Problem]:
+    """Yield that a job would have to save as soon as it has started."""
+    needed = step_with_save_seconds(config, Bandwidths().shared_storage)
+    limit = config.site.slurm.time_limit
+    if config.site.launcher == "slurm" and needed > 60 * time_limit_minutes(limit):
+        allowed = f"more than {needed / 60:,.0f}m, which a step with its checkpoint takes by the plan"
+        yield Problem("site.slurm.time_limit", limit, allowed, "ask for more time, or for more nodes")
+
+
+def _taking_turns(config: Config) -> Config:
+    """Return the configuration with the memory of engines that sleep where they have GPUs."""
+    return replace(config, engine=replace(config.engine, sleep="auto"))
+
+
+def _check_all_awake(config: Config) -> Iterator[Problem]:
+    """Yield that trainer and engines do not fit at a time where neither sleeps."""
+    is_apart = not uses_engines(config) or config.engine.own_nodes
+    if config.hardware.device != "cuda" or is_apart or takes_turns(config):
+        return
+    fullest = max(phase_memory(config), key=lambda item: item.gpu_gib)
+    if fullest.gpu_gib > capacity_gib(config):
+        remedy = "set='engine.sleep=auto', or give engines less (engine.mem_fraction_static)"
+        yield Problem("engine.sleep", f"never: {_amount(fullest)}", _limit(config), remedy)
+
+
+def _check_transport(config: Config) -> Iterator[Problem]:
+    """Yield that SGLang's stock endpoint is asked for: everything goes through rank 0, once for each rank."""
+    is_sglang = config.hardware.device == "cuda" and config.engine.kind == "sglang"
+    if is_sglang and uses_engines(config) and weight_transport(config) == "tensor":
+        seconds = sync_seconds(config, Bandwidths().shared_storage)
+        found = f"tensor: {format_seconds(seconds)} for each update, through rank 0"
+        yield Problem("engine.weight_transport", found, "sharded", "set engine.weight_transport=sharded")
+
+
+def _check_proof(config: Config) -> Iterator[Problem]:
+    """Yield a problem where nothing proves that engines compute with the trainer's weights."""
+    if uses_engines(config) and not proves_weights(config):
+        found = f"{config.hardware.name}: what SGLang makes of weights after loading is not proven"
+        remedy = "watch mismatch/abs_diff_mean, which would rise"
+        yield Problem("hardware.name", found, "CPUs and NVIDIA's Hopper, where it computes with what it loads", remedy)
+
+
+def _check_margin(config: Config) -> Iterator[Problem]:
+    """Yield the ranks whose memory headroom is below the uncertainty of untracked memory."""
+    fullest, limit = max(phase_memory(config), key=lambda item: item.gpu_gib), capacity_gib(config)
+    uncertain = uncertainty_gib(config)
+    if fullest.gpu_gib <= limit < fullest.gpu_gib + uncertain:
+        terms = ", ".join(term.name for term in untracked_terms(config))
+        allowed = f"{_limit(config)}; up to {uncertain:.1f} GiB more have been seen of {terms}"
+        yield Problem("trainer.max_tokens_per_gpu", _amount(fullest), allowed, "leave room; it may fit, and may not")
+
+
+def _check_evaluation_share(config: Config) -> Iterator[Problem]:
+    """Yield that measuring between steps takes more of training's GPU-hours than is wanted."""
+    interval, most = config.evaluation.interval, config.evaluation.max_share
+    # How long saves are waited for depends on the storage, and makes the share only smaller.
+    seconds = step_durations(config, Bandwidths().shared_storage) if interval else {}
+    if not seconds:
+        return
+    step, measured = seconds["step"], seconds["step_evaluation"]
+    share = evaluation_share(step, measured, interval)
+    if share > most:
+        every = f"{measured:,.0f} s after every {interval * step:,.0f} s"
+        remedy = f"evaluation.interval={evaluation_interval(step, measured, most)}, or measure on fewer prompts"
+        allowed = f"at most {most:.1%} (evaluation.max_share)"
+        found = f"{interval}: {share:.1%} of training's GPU-hours, {every}"
+        yield Problem("evaluation.interval", found, allowed, remedy)
+
+
+def _check_node_names(config: Config) -> Iterator[Problem]:
+    """Yield that copies reach fewer nodes than train; the names of a local launcher are folders, so it refuses none."""
+    names = config.site.node_names
+    if 0 < len(names) < config.nodes:
+        allowed = f"{config.nodes} for as many nodes: the others read from the shared storage"
+        remedy = "name every node in the site's file, or none: each node then copies when the job starts"
+        yield Problem("site.node_names", f"{len(names)} names", allowed, remedy)
+
+
+def _host_gib(config: Config) -> float:
+    """Return the host memory that a node needs at its fullest, whatever runs on it."""
+    return max(host_gib_by_phase(config, [*phase_memory(config), *own_engine_memory(config)]).values())
+
+
+def _fullest(phases: Sequence[PhaseMemory], names: Sequence[str]) -> PhaseMemory:
+    return max((item for item in phases if item.phase in names), key=lambda item: item.gpu_gib)
+
+
+def _amount(found: PhaseMemory) -> str:
+    who = "GPU of an engine" if found.stage == NO_STAGE else f"rank of stage {found.stage}"
+    return f"{found.gpu_gib:.1f} GiB per {who} in {found.phase}"
+
+
+def _limit(config: Config) -> str:
+    return f"at most {capacity_gib(config):g} GiB per rank ({config.hardware.name})"

@@ -1,0 +1,35 @@
+"""What the rule make_tiny_model can make: a small GLM-5 or Qwen3. It trains on one CPU, in FP32 and with Adam."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from posttrain.config.schema import Architecture
+from posttrain.errors import Problem
+from posttrain.plan.sizing.model_size import count_parameters, model_weights, mtp_weights
+
+# Families whose models are warmed up here.
+MADE = ("glm_moe_dsa", "qwen3")
+# Tokens of the made tokenizer.
+SMALLEST_VOCABULARY = 64
+# The warm-up is 420 steps of 24 sequences of some 35 tokens: at 6 operations per token and parameter 18 minutes on a
+# CPU of 0.2 TFLOPS (config/hardware/cpu.yaml).
+MOST_PARAMETERS = 100_000_000
+
+
+def check_made(architecture: Architecture) -> Iterator[Problem]:
+    """Yield what keeps an architecture from being made."""
+    if architecture.model_type not in MADE:
+        remedy = "only these are made here; take another model from the Hub or a folder"
+        yield Problem("model.architecture.model_type", architecture.model_type, " or ".join(MADE), remedy)
+    if architecture.index_topk_freq > 1:
+        remedy = "the warm-up trains an indexer in each layer"
+        yield Problem("model.architecture.index_topk_freq", str(architecture.index_topk_freq), "1, to be made", remedy)
+    if architecture.vocab_size < SMALLEST_VOCABULARY:
+        allowed, remedy = f"at least {SMALLEST_VOCABULARY}", "the tokenizer has that many tokens"
+        yield Problem("model.architecture.vocab_size", str(architecture.vocab_size), allowed, remedy)
+    count = count_parameters([*model_weights(architecture), *mtp_weights(architecture)])
+    if count > MOST_PARAMETERS:
+        found, allowed = f"made, with {count:,} parameters", f"made up to {MOST_PARAMETERS:,} parameters; hub; folder"
+        remedy = "take the weights from the Hub or a folder, or make a smaller model (model.architecture)"
+        yield Problem("model.source.kind", found, allowed, remedy)

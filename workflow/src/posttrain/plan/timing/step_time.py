@@ -1,0 +1,395 @@
+"""How long a training step takes, phase by phase, and the best split of nodes when trainer and engines are apart.
+
+    rollout        `decoding.rollout_time` of one engine's share of the samples; where some engines only prefill, the
+                   others share the samples and start when all prompts are prefilled
+    old_logprobs   a forward pass over the samples of all updates but the first; none where the engine's are taken
+    train          forward, backward, recomputation and collectives by cause (`update_time`), and the optimizer's state
+                   read and written once per update
+    weight_sync    what each rank of an engine keeps, through the host's memory; or all through rank 0 or shared files
+    save           one checkpoint at the rate of shared storage; every `trainer.save_interval` steps, during the next
+                   step's rollout, so that a step waits only for what is longer
+    evaluation     held-out prompts and suites: on one node before and after the run; with `evaluation.interval` on the
+                   engines of training, too
+    idle           of the above: seconds in which a GPU waits for the longest response or for the pipeline
+
+Sources: constants in `rates` and `attainable`. Only for GPUs: none of them was measured elsewhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from posttrain.config.derived import (
+    engine_gpus,
+    layers_per_stage,
+    num_updates_per_step,
+    prefill_gpus,
+    rollout_samples_per_step,
+    trainer_nodes,
+    uses_engines,
+    weight_transport,
+    world_size,
+)
+from posttrain.config.schema import Config, Parallel
+from posttrain.config.suites import eval_tasks_of
+from posttrain.plan.flags.sglang_flags import has_dp_attention
+from posttrain.plan.flags.sparse_kernels import CUDNN, TILELANG, sparse_kernel
+from posttrain.plan.sizing.engine import engine_memory
+from posttrain.plan.sizing.evaluation import evaluation_nodes, serving_config
+from posttrain.plan.sizing.memory import BYTES, GIB
+from posttrain.plan.sizing.model_size import count_parameters, model_weights
+from posttrain.plan.sizing.storage import storage
+from posttrain.plan.timing import attainable
+from posttrain.plan.timing.decoding import DecodingGpus, RolloutTime, rollout_time
+from posttrain.plan.timing.rates import (
+    BASE64,
+    HOST_OPTIMIZER_BYTES_PER_SECOND,
+    JSON_BYTES_PER_SECOND,
+    MEAN_RESPONSE_SHARE,
+    MEMORY_SHARE,
+    PROMPT_TOKENS,
+    QUANTISED_BYTES_PER_SECOND,
+    SHARD_BYTES_PER_SECOND,
+    SHARD_LINK_SHARE,
+)
+from posttrain.plan.timing.update_time import Trainer, forward_causes, mfu, train_causes
+
+NOT_MODELLED = (
+    "step time: on a CPU; what speculation gains; moving caches from engines that prefill to engines that decode; "
+    "several waves of requests where an engine's limit is reached or its KV cache is full; starting a micro-batch that "
+    "is too small to fill a GPU, sleeping and waking, and rewards (compare `benchmarks/published.py`)",
+    "weight_sync: digests; ways through the host's memory, which are taken where trainer and engines have other "
+    "versions of NCCL, with which it takes twenty times as long in a simulation of GLM-5 (`benchmarks/weight_sync.py`)",
+    "step time: rows padded to their longest sequence, kernels that take longer than their products and bytes, and "
+    "waiting for the slowest rank; rows of few tokens take up to twice as long (compare "
+    "`benchmarks/published_training.py`)",
+)
+
+# Kernels of attention to chosen keys, by their names in `attainable`: cuDNN's has not been measured.
+SPARSE_KERNELS = {TILELANG: "tilelang", CUDNN: "sparse"}
+
+IN_EVERY_STEP = ("rollout", "old_logprobs", "train", "weight_sync")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The tokens of a training step.
+
+    Args:
+        num_samples: Samples per step.
+        prompt_tokens: Tokens of a prompt.
+        longest_response: Tokens of the longest response.
+        mean_share: Mean length of a response as a share of the longest.
+    """
+
+    num_samples: int
+    prompt_tokens: float
+    longest_response: float
+    mean_share: float
+
+    @property
+    def mean_tokens(self) -> float:
+        """Tokens of an average sample."""
+        return self.prompt_tokens + self.mean_share * self.longest_response
+
+
+@dataclass(frozen=True)
+class Split:
+    """Nodes of trainer and engines that work at the same time, each on its own nodes.
+
+    Args:
+        train_nodes: The trainer's.
+        rollout_nodes: The engines'.
+        train_seconds: Log-probabilities and training of a step.
+        rollout_seconds: A step's rollout.
+    """
+
+    train_nodes: int
+    rollout_nodes: int
+    train_seconds: float
+    rollout_seconds: float
+
+    @property
+    def step_seconds(self) -> float:
+        """The slower of the two: each works on the other's last result."""
+        return max(self.train_seconds, self.rollout_seconds)
+
+
+def train_seconds(trainer: Trainer, work: Workload) -> float:
+    """Return the time of forward and backward passes over a step's samples."""
+    return sum(train_causes(trainer, work.num_samples, work.mean_tokens).values())
+
+
+def logprob_seconds(trainer: Trainer, work: Workload) -> float:
+    """Return the time of one forward pass over a step's samples."""
+    return sum(forward_causes(trainer, work.num_samples, work.mean_tokens).values())
+
+
+def update_causes(config: Config) -> dict[str, float]:
+    """Return cause -> seconds of a step's training, the optimizer among them, the longest first."""
+    work = workload(config)
+    causes = train_causes(trainer_of(config), work.num_samples, work.mean_tokens)
+    causes["optimizer"] = num_updates_per_step(config) * optimizer_seconds(config)
+    return dict(sorted(causes.items(), key=lambda item: -item[1]))
+
+
+def update_mfu(config: Config) -> float:
+    """Return which share of the GPUs' peak training reaches: operations of the model, none twice."""
+    work = workload(config)
+    return mfu(trainer_of(config), work.num_samples, work.mean_tokens, sum(update_causes(config).values()))
+
+
+def _share_of_old_pass(config: Config) -> float:
+    """Return the share of a step's samples whose old log-probabilities no other pass gives."""
+    from_trainer = uses_engines(config) and config.algorithm.old_logprobs == "trainer"
+    return 1 - 1 / num_updates_per_step(config) if from_trainer else 0.0
+
+
+def rollout_of(engine: DecodingGpus, num_engines: float, work: Workload) -> RolloutTime:
+    """Return how long equal engines take for a step's samples."""
+    requests = work.num_samples / num_engines
+    return rollout_time(engine, requests, work.prompt_tokens, work.longest_response, work.mean_share)
+
+
+def rollout_of_step(config: Config, work: Workload) -> RolloutTime:
+    """Return how long a step's rollout takes; responses that are given take no time."""
+    if not uses_engines(config):
+        return RolloutTime(0.0, 1.0)
+    return rollout_of(engine_of(config), config.engine.num_engines, work)
+
+
+def workload(config: Config) -> Workload:
+    """Return the tokens of a configuration's step; the mean length is an assumption, see `rates`."""
+    return Workload(
+        rollout_samples_per_step(config), PROMPT_TOKENS, config.rollout.max_response_tokens, MEAN_RESPONSE_SHARE
+    )
+
+
+def step_with_save_seconds(config: Config, shared_storage: float) -> float:
+    """Return how long a step takes that ends with a checkpoint; 0 for a machine without GPUs."""
+    seconds = step_durations(config, shared_storage)
+    return sum(seconds[f"step_{phase}"] for phase in (*IN_EVERY_STEP, "save")) if seconds else 0.0
+
+
+def step_durations(config: Config, shared_storage: float) -> dict[str, float]:
+    """Return "step" and "step_{phase}" -> seconds, and those of the rules that train and evaluate.
+
+    Args:
+        config: The resolved configuration.
+        shared_storage: Bytes per second of shared storage.
+
+    Returns:
+        Nothing for a machine without GPUs. `step_save` is one checkpoint; `step` holds its share of the wait for one,
+        and only after the last step it is waited for in full. `step_idle` is part of the other phases.
+    """
+    if config.hardware.device == "cpu":
+        return {}
+    work, trainer = workload(config), trainer_of(config)
+    rollout = rollout_of_step(config, work)
+    causes = update_causes(config)
+    phases = {
+        "rollout": rollout.seconds,
+        "old_logprobs": _share_of_old_pass(config) * logprob_seconds(trainer, work),
+        "train": sum(causes.values()),
+        "weight_sync": sync_seconds(config, shared_storage) if uses_engines(config) else 0.0,
+        "save": storage(config).training_checkpoint / shared_storage,
+    }
+    phases["idle"] = rollout.seconds * (1 - rollout.busy_share) + causes.get("pipeline idle", 0.0)
+    wait = max(phases["save"] - rollout.seconds, 0.0)
+    step = sum(phases[name] for name in IN_EVERY_STEP) + wait / config.trainer.save_interval
+    seconds = {"step": step, **{f"step_{name}": value for name, value in phases.items()}}
+    total = config.training.num_steps * step + phases["save"]
+    if config.evaluation.interval:
+        seconds["step_evaluation"] = evaluation_seconds(config)
+        total += (config.training.num_steps - 1) // config.evaluation.interval * seconds["step_evaluation"]
+    rules = {"train_grpo": total}
+    if evaluation_nodes(config) and not config.evaluation.addresses:
+        alone = evaluation_seconds(serving_config(config))
+        rules |= dict.fromkeys(("evaluate before", "evaluate after"), alone)
+    return _rounded(seconds | rules)
+
+
+def trainer_of(config: Config) -> Trainer:
+    """Return the trainer of a configuration; micro-batches hold as many tokens as the budget allows."""
+    return _trainer(config, world_size(config), tuple(layers_per_stage(config)), config.parallel)
+
+
+def _trainer(config: Config, num_gpus: int, stages: tuple[int, ...], parallel: Parallel) -> Trainer:
+    work, updates, topk = workload(config), num_updates_per_step(config), config.model.architecture.index_topk
+    trainer = Trainer(
+        arch=config.model.architecture,
+        hardware=config.hardware,
+        num_gpus=num_gpus,
+        stages=stages,
+        num_chunks=parallel.virtual_pipeline_model_parallel_size,
+        tensor=parallel.tensor_model_parallel_size,
+        context=parallel.context_parallel_size,
+        expert=parallel.expert_model_parallel_size,
+        num_updates=updates,
+        kernel=SPARSE_KERNELS.get(sparse_kernel(config).name) if work.mean_tokens > topk else None,
+        recompute=config.trainer.recompute_granularity == "full",
+    )
+    budget = config.trainer.max_tokens_per_gpu * trainer.context
+    multiple = trainer.num_stages if trainer.num_chunks > 1 else 1
+    per_rank = config.training.global_batch_size * work.mean_tokens / trainer.data
+    micro_batches = max(math.ceil(per_rank / (budget * multiple)), 1) * multiple
+    return dataclasses.replace(trainer, num_micro_batches=micro_batches)
+
+
+def engine_of(config: Config, num_engines: int | None = None) -> DecodingGpus:
+    """Return an engine of a configuration, one that decodes where engines differ.
+
+    Args:
+        config: The resolved configuration.
+        num_engines: How many share the engines that only prefill; by default the configuration's.
+    """
+    full = "fp32" if config.engine.dtype == "float32" else "bf16"
+    return DecodingGpus(
+        arch=config.model.architecture,
+        hardware=config.hardware,
+        num_gpus=config.engine.gpus_per_engine,
+        stored="fp8" if config.rollout.fp8 else full,
+        dp_attention=has_dp_attention(config),
+        prefill_gpus=prefill_gpus(config) / (num_engines or config.engine.num_engines) or None,
+    )
+
+
+def optimizer_seconds(config: Config) -> float:
+    """Return the time of one update: gradients and state are read, state and weights written."""
+    cost, parameters = BYTES[config.trainer.params_dtype], count_parameters(model_weights(config.model.architecture))
+    moved = parameters * (cost.gradient + 2 * cost.optimizer + cost.weight)
+    if config.trainer.optimizer_cpu_offload:
+        return moved / (trainer_nodes(config) * HOST_OPTIMIZER_BYTES_PER_SECOND)
+    return moved / (world_size(config) * config.hardware.hbm_gb_per_s * 1e9 * MEMORY_SHARE)
+
+
+def sync_seconds(config: Config, shared_storage: float) -> float:
+    """Return the time in which all engines get new weights, as `engine.weight_transport` says.
+
+    Args:
+        config: The resolved configuration.
+        shared_storage: Bytes per second.
+    """
+    served = engine_memory(config)
+    kept = max(part.weights_gib_per_gpu for part in (served, served.prefill) if part) * GIB
+    if weight_transport(config) == "sharded":
+        # Where engines have nodes of their own, they may have more GPUs than there are ranks that send.
+        gpus = engine_gpus(config)
+        of_rank = kept * max(1.0, gpus / world_size(config))
+        if config.hardware.device != "cpu":
+            link = attainable.link(config.hardware, world_size(config) + gpus * config.engine.own_nodes)
+            return of_rank / QUANTISED_BYTES_PER_SECOND + of_rank / (SHARD_LINK_SHARE * link)
+        of_node = kept * max(min(config.hardware.gpus_per_node, gpus), gpus / trainer_nodes(config))
+        return max(of_rank / SHARD_BYTES_PER_SECOND, of_node / (config.hardware.network_gb_per_s * 1e9))
+    weights = model_weights(config.model.architecture)
+    size = sum(weight.fp8_bytes if config.rollout.fp8 else weight.bf16_bytes for weight in weights)
+    if weight_transport(config) == "disk":  # written by rank 0, then read by every engine
+        return size * (1 + config.engine.num_engines) / shared_storage
+    return size * BASE64 * engine_gpus(config) / JSON_BYTES_PER_SECOND
+
+
+def evaluation_seconds(config: Config) -> float:
+    """Return the time in which a configuration's engines answer the held-out prompts and the suites, one by one.
+
+    A suite that does not say how many prompts it has takes no time here.
+    """
+    total = 0.0
+    for name, eval_task in eval_tasks_of(config).items():
+        suite = config.evaluation.suites.get(name)
+        prompts = suite.num_prompts if suite else eval_task.data.num_heldout_prompts
+        samples = prompts * eval_task.evaluation.num_samples_per_prompt
+        if samples:
+            work = Workload(samples, PROMPT_TOKENS, eval_task.rollout.max_response_tokens, MEAN_RESPONSE_SHARE)
+            total += rollout_of(engine_of(config), config.engine.num_engines, work).seconds
+    return total
+
+
+def evaluation_share(step_seconds: float, seconds: float, interval: int) -> float:
+    """Return the share of training's time, and so of its GPU-hours, that evaluations between steps take.
+
+    Args:
+        step_seconds: Of a step.
+        seconds: Of an evaluation.
+        interval: Steps between two.
+
+    Example:
+        300 s after each 10 steps of 600 s: 300 / 6300 = 0.048.
+    """
+    return seconds / (interval * step_seconds + seconds)
+
+
+def evaluation_interval(step_seconds: float, seconds: float, max_share: float) -> int:
+    """Return the smallest interval with which evaluations take at most a share of training's time."""
+    return max(math.ceil(seconds * (1 - max_share) / (max_share * step_seconds)), 1)
+
+
+def best_split(config: Config, fits: Callable[[int], bool] | None = None) -> Split | None:
+    """Return the split of the nodes with the shortest step, when trainer and engines have nodes of their own.
+
+    Engines keep their size, and those that only prefill their number; the trainer is taken without a pipeline, because
+    its layout for fewer nodes is a choice of its own.
+
+    Args:
+        config: The resolved configuration.
+        fits: Tells whether the trainer fits on so many nodes; by default, whether weights, gradients and optimizer
+            state fit into their GPUs' memory together.
+
+    Returns:
+        None where no split leaves both enough.
+    """
+    fits = fits or (lambda nodes: state_fits(config, nodes))
+    return min(
+        (split for nodes in range(1, config.nodes) if fits(nodes) and (split := _split(config, nodes))),
+        key=lambda split: split.step_seconds,
+        default=None,
+    )
+
+
+def split_part(config: Config) -> dict[str, float] | None:
+    """Return the best split as it stands in `plan.json`; nothing without GPUs, engines or a split."""
+    split = best_split(config) if config.hardware.device == "cuda" and uses_engines(config) else None
+    return None if split is None else _rounded({**dataclasses.asdict(split), "step_seconds": split.step_seconds})
+
+
+def _split(config: Config, train_nodes: int) -> Split | None:
+    work, per_node = workload(config), config.hardware.gpus_per_node
+    decode_gpus = (config.nodes - train_nodes) * per_node - prefill_gpus(config)
+    engines = decode_gpus // config.engine.gpus_per_engine
+    if engines < 1:
+        return None
+    trainer = _without_pipeline(config, train_nodes * per_node)
+    return Split(
+        train_nodes,
+        config.nodes - train_nodes,
+        train_seconds(trainer, work) + _share_of_old_pass(config) * logprob_seconds(trainer, work),
+        rollout_of(engine_of(config, engines), engines, work).seconds,
+    )
+
+
+def _without_pipeline(config: Config, num_gpus: int) -> Trainer:
+    """Return the trainer on so many GPUs without stages: its sizes are the configuration's where they divide it."""
+    sizes = config.parallel
+    tensor = math.gcd(sizes.tensor_model_parallel_size, num_gpus)
+    parallel = dataclasses.replace(
+        sizes,
+        tensor_model_parallel_size=tensor,
+        context_parallel_size=math.gcd(sizes.context_parallel_size, num_gpus // tensor),
+        expert_model_parallel_size=math.gcd(sizes.expert_model_parallel_size, num_gpus),
+        virtual_pipeline_model_parallel_size=1,
+    )
+    return _trainer(config, num_gpus, (), parallel)
+
+
+def state_fits(config: Config, nodes: int) -> bool:
+    """Return whether weights, gradients and optimizer state fit into the memory of so many nodes' GPUs together."""
+    cost, gpus = BYTES[config.trainer.params_dtype], nodes * config.hardware.gpus_per_node
+    on_gpu = cost.weight + cost.gradient + (0 if config.trainer.optimizer_cpu_offload else cost.optimizer)
+    parameters = count_parameters(model_weights(config.model.architecture))
+    return parameters * on_gpu <= gpus * config.hardware.memory_gib_per_gpu * 1024**3
+
+
+def _rounded(seconds: dict[str, float]) -> dict[str, float]:
+    return {name: round(value, 3) for name, value in seconds.items()}

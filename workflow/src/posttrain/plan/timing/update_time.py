@@ -1,0 +1,302 @@
+"""How long training takes on GPUs, cause by cause, from the rates in `attainable`.
+
+A pipeline is as slow as its slowest stage. For one layer of average and one micro-batch, a rank with t tokens of a row
+(T / CP), s = t / TP of them where ranks share a sequence, takes
+
+    matrices     2 operations per element and token (s; the indexer's t); at least the time of reading the weights
+    experts      the same of the K experts of s tokens
+    attention    2 N (d_qk + d_v) / TP per pair of query and key; what each kernel multiplies is in `_attention`
+    indexer      2 H_i D per pair of a query and a key before it, and the scores' way through memory
+    memory       what norms, residuals, activations, rotation and the gradients' sum read and write
+    launches     what the host takes for the kernels longer than the GPU does
+    TP           4 s p H (TP - 1): rows gathered and sums scattered around attention and MLP
+    CP           keys and values of the whole row, or their latents where the kernel takes these
+    EP           tokens to their experts and back
+    imbalance    experts and EP of the busiest rank, over those of an average one
+
+each in the forward pass, again with full recomputation (a cause of its own), and in the backward pass: matrices and
+experts twice, or once where only adapters are trained; the indexer never, it is frozen. Then, for a stage,
+
+    output       the output matrix with its log-probabilities, where the last stage is the slowest
+    pipeline     messages to the next stage; and idle: (PP - 1) / v of a stage's time per update
+    data         gradients to their owners and weights back: what is longer than the pass they overlap with
+
+MFU = forward and backward operations of the model, without recomputation, over time x peak x GPUs.
+
+Sources: passes and collectives, Korthikanti et al., arXiv 2205.05198; the bubble, Narayanan et al., arXiv 2104.04473,
+section 2.2; bytes of memory-bound kernels are counted, see `_layer_bytes`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from posttrain.config.families import num_indexers
+from posttrain.config.schema import Architecture, Hardware
+from posttrain.plan.sizing.assumptions import ASSUMPTIONS
+from posttrain.plan.sizing.model_size import decoder_weights
+from posttrain.plan.timing import attainable
+from posttrain.plan.timing.flops import head_widths, sequence_flops
+
+# Bytes of a weight in BF16, of a gradient in FP32.
+P, GRADIENT = 2, 4
+# Kernels of a layer, forward and backward: what a rehearsal of `glm5_4layer` on one node counts, two micro-batches
+# through four layers (1,254 for log-probabilities, 3,871 for training, which has two forward passes).
+KERNELS = (1254 / 8, (3871 - 2 * 1254) / 8)
+# Of FP32 scores of an indexer head: written by the product, read and written by the scale and by the ReLU, read by the
+# sum; and of their sum by a choice of keys that is a kernel, or is this trainer's own: as many as pass the memory while
+# `select_topk` and `places_of_mask` take their 0.095 ns a pair (`benchmarks/one_gpu.py`, H200).
+HEAD_SCORE_BYTES, SCORE_BYTES, CHOICE_BYTES = 24, 60, 395
+# Kernels for chosen keys, in the space of latents.
+OF_CHOSEN_KEYS = ("sparse", "tilelang")
+# Of a logit: the log-probabilities of a chunk pass it four times in FP32, forward and backward.
+LOGIT_BYTES = 32
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """What trains, and how it is cut.
+
+    Args:
+        arch: The model.
+        hardware: What it runs on.
+        num_gpus: GPUs.
+        stages: Layers of each pipeline stage; empty: one stage with all layers.
+        num_chunks: Chunks of layers on each of them, which interleave.
+        tensor: Ranks that share each layer.
+        context: Ranks that share a row.
+        expert: Ranks that share the experts.
+        num_micro_batches: Of a pipeline per update.
+        num_updates: Per step.
+        recompute: Full recomputation.
+        kernel: Of attention, one of `attainable.ATTENTION_TFLOPS`; None: torch's.
+        is_indexer_fused: Keys are chosen by a kernel in BF16; else by this trainer's own indexer.
+        trains_all: False: only adapters, which cost nothing here.
+        overlaps: Gradients and weights travel while others compute.
+        imbalance: Rows of the busiest rank's experts over the mean.
+    """
+
+    arch: Architecture
+    hardware: Hardware
+    num_gpus: int
+    stages: tuple[int, ...] = ()
+    num_chunks: int = 1
+    tensor: int = 1
+    context: int = 1
+    expert: int = 1
+    num_micro_batches: int = 1
+    num_updates: int = 1
+    recompute: bool = True
+    kernel: str | None = None
+    is_indexer_fused: bool = False
+    trains_all: bool = True
+    overlaps: bool = True
+    imbalance: float = ASSUMPTIONS.expert_imbalance
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages."""
+        return max(len(self.stages), 1)
+
+    @property
+    def data(self) -> int:
+        """Ranks that see different rows."""
+        return self.num_gpus // (self.num_stages * self.tensor * self.context)
+
+    @property
+    def bubble(self) -> float:
+        """Time with the pipeline's bubble over the time without."""
+        return 1 + (self.num_stages - 1) / self.num_chunks / self.num_micro_batches
+
+
+def train_causes(trainer: Trainer, num_samples: int, mean_tokens: float) -> dict[str, float]:
+    """Return cause -> seconds of forward and backward passes over samples of equal length, the optimizer apart.
+
+    Args:
+        trainer: What trains.
+        num_samples: Of all data-parallel ranks, of a step.
+        mean_tokens: Of a sample.
+    """
+    tokens = _row_tokens(trainer, num_samples, mean_tokens)
+    forward, backward = _layer(trainer, tokens, mean_tokens), _layer(trainer, tokens, mean_tokens, is_backward=True)
+    layer = {cause: forward.get(cause, 0.0) + backward.get(cause, 0.0) for cause in forward | backward}
+    if trainer.recompute:
+        layer["recomputation"] = sum(forward.values())
+    return _step(trainer, layer, _output(trainer, tokens, passes=3), tokens, backward)
+
+
+def forward_causes(trainer: Trainer, num_samples: int, mean_tokens: float) -> dict[str, float]:
+    """Return cause -> seconds of one forward pass over samples of equal length."""
+    tokens = _row_tokens(trainer, num_samples, mean_tokens)
+    layer = _layer(trainer, tokens, mean_tokens)
+    return _step(replace(trainer, trains_all=False), layer, _output(trainer, tokens, passes=1), tokens, layer)
+
+
+def mfu(trainer: Trainer, num_samples: int, mean_tokens: float, seconds: float) -> float:
+    """Return which share of the peak the model's operations are: forward, backward, nothing twice."""
+    work = num_samples * sequence_flops(trainer.arch, mean_tokens).training(recompute=False)
+    return work / (seconds * trainer.num_gpus * trainer.hardware.bf16_tflops * 1e12)
+
+
+def _row_tokens(trainer: Trainer, num_samples: int, mean_tokens: float) -> float:
+    """Return the tokens of a row, which the context-parallel ranks share."""
+    return num_samples * mean_tokens / (trainer.data * trainer.num_micro_batches * trainer.num_updates)
+
+
+def _step(
+    trainer: Trainer, layer: dict[str, float], output: float, tokens: float, backward: dict[str, float]
+) -> dict[str, float]:
+    stages = trainer.stages or (trainer.arch.num_hidden_layers,)
+    one_layer = sum(layer.values())
+    has_output = stages[-1] * one_layer + output >= max(stages) * one_layer
+    num_layers = stages[-1] if has_output else max(stages)
+    causes = {cause: value * num_layers for cause, value in layer.items()}
+    if has_output:
+        causes["output matrix"] = output
+    causes["pipeline messages"] = _messages(trainer, tokens)
+    turns = trainer.num_updates * trainer.num_micro_batches
+    idle = sum(causes.values()) * trainer.num_updates * (trainer.num_stages - 1) / trainer.num_chunks
+    seconds = {cause: value * turns for cause, value in causes.items()}
+    seconds["pipeline idle"] = idle
+    seconds["data-parallel exchange"] = trainer.num_updates * _exchange(
+        trainer, num_layers, num_layers * sum(backward.values())
+    )
+    return {cause: value for cause, value in seconds.items() if value}
+
+
+def _layer(trainer: Trainer, tokens: float, length: float, is_backward: bool = False) -> dict[str, float]:
+    """Return cause -> seconds of one pass of a layer of average over a micro-batch."""
+    arch, hardware, on_rank = trainer.arch, trainer.hardware, tokens / trainer.context
+    dense, indexer, routed = layer_elements(arch)
+    shared = on_rank / trainer.tensor
+    times = (2 if trainer.trains_all else 1) if is_backward else 1
+    work = 2 * (shared * dense + (0 if is_backward else on_rank * indexer))
+    read = P * (dense / trainer.tensor + indexer) / attainable.memory(hardware)
+    causes = {"matrices": times * max(work / attainable.gemm(hardware), read)}
+    attention, scores = _attention(trainer, on_rank, length)
+    causes["attention"] = attention[is_backward]
+    if not is_backward:
+        causes["indexer"] = scores
+    causes["memory-bound kernels"] = _layer_bytes(trainer, on_rank, is_backward) / attainable.memory(hardware)
+    causes |= _communication(trainer, tokens)
+    if routed:
+        rate = attainable.experts(hardware, arch.moe_intermediate_size)
+        work = 2 * shared * routed * arch.num_experts_per_tok / arch.n_routed_experts
+        read = P * routed / trainer.expert / attainable.memory(hardware)
+        causes["experts"] = times * max(work / rate, read)
+        # Where a rank has all experts, it has all rows of its tokens.
+        excess = trainer.imbalance - 1 if trainer.expert > 1 else 0.0
+        causes["imbalance of experts"] = excess * (causes["experts"] + causes["EP dispatch"])
+    launched = KERNELS[is_backward] * attainable.LAUNCH_SECONDS
+    causes["launches"] = max(launched - sum(causes.values()), 0.0)
+    return causes
+
+
+def _attention(trainer: Trainer, on_rank: float, length: float) -> tuple[tuple[float, float], float]:
+    """Return the seconds of attention, forward and backward, and of the indexer's scores."""
+    arch, hardware = trainer.arch, trainer.hardware
+    is_sparse = bool(arch.index_n_heads) and length > arch.index_topk
+    # Torch multiplies every query with every key before it and masks; kernels for chosen keys multiply latents, and
+    # those that are missing in front of a sequence's first queries, too.
+    kernel = trainer.kernel or ("masked" if is_sparse else "fused")
+    pairs = on_rank * (length + 1) / 2
+    if kernel in OF_CHOSEN_KEYS:
+        attended = on_rank * arch.index_topk
+        width = 2 * arch.kv_lora_rank + arch.qk_rope_head_dim
+    else:
+        attended = pairs
+        width = head_widths(arch)
+    work = 2 * arch.num_attention_heads / trainer.tensor * width * attended
+    forward, backward = attainable.attention(hardware, kernel, length)
+    scores = 0.0
+    if is_sparse:
+        rate = attainable.gemm(hardware) if trainer.is_indexer_fused else attainable.fp32_gemm(hardware)
+        moved = SCORE_BYTES if trainer.is_indexer_fused else HEAD_SCORE_BYTES * arch.index_n_heads + CHOICE_BYTES
+        per_pair = 2 * arch.index_n_heads * arch.index_head_dim / rate
+        per_pair += moved / attainable.memory(hardware)
+        scores = pairs * per_pair * num_indexers(arch) / arch.num_hidden_layers
+    return (work / forward, attainable.ATTENTION_BACKWARD * work / backward), scores
+
+
+def _layer_bytes(trainer: Trainer, on_rank: float, is_backward: bool) -> float:
+    """Return the bytes that a layer's kernels without products read and write, the experts' apart.
+
+    Two norms and two residuals pass the hidden state ten times; queries, keys and values are written, rotated and laid
+    out (four times); a gated MLP's two halves are read and their product written (five times its width). A backward
+    pass has each twice, and adds to the gradient of every weight of the rank in FP32.
+    """
+    arch = trainer.arch
+    query = arch.num_attention_heads * ((arch.qk_nope_head_dim + arch.qk_rope_head_dim) or arch.head_dim)
+    others = arch.num_attention_heads if arch.kv_lora_rank else arch.num_key_value_heads
+    key_value = others * head_widths(arch)
+    mlp = arch.n_shared_experts * arch.moe_intermediate_size if arch.n_routed_experts else arch.intermediate_size
+    widths = 10 * arch.hidden_size + 4 * (query + key_value) + 5 * mlp
+    moved = P * on_rank / trainer.tensor * widths
+    if not is_backward:
+        return moved
+    dense, _, routed = layer_elements(arch)
+    held = dense / trainer.tensor + routed / trainer.expert
+    return 2 * moved + (2 * GRADIENT * held if trainer.trains_all else 0)
+
+
+def _communication(trainer: Trainer, tokens: float) -> dict[str, float]:
+    arch, hardware = trainer.arch, trainer.hardware
+    tensor, context = trainer.tensor, trainer.context
+    on_rank, row = tokens / context, P * arch.hidden_size
+    if trainer.kernel in OF_CHOSEN_KEYS:
+        width: float = arch.kv_lora_rank + arch.qk_rope_head_dim
+    else:
+        heads = arch.num_attention_heads if arch.kv_lora_rank else arch.num_key_value_heads
+        width = max(heads / tensor, 1) * head_widths(arch)
+    gathered = P * tokens * width * (context - 1) / context
+    copies = on_rank / tensor * (2 if arch.n_routed_experts else 0)
+    sent = attainable.dispatch_seconds(hardware, trainer.expert, arch.num_experts_per_tok, row) if copies else 0.0
+    return {
+        "TP collectives": 4 * on_rank * row * (tensor - 1) / tensor / attainable.link(hardware, tensor),
+        "CP collectives": gathered / attainable.link(hardware, tensor * context),
+        "EP dispatch": copies * sent,
+    }
+
+
+def _messages(trainer: Trainer, tokens: float) -> float:
+    """Return the time of a micro-batch's rows to the next stage, and of their gradients back."""
+    if trainer.num_stages == 1:
+        return 0.0
+    sent = P * trainer.arch.hidden_size * tokens / trainer.context / trainer.tensor
+    return 2 * trainer.num_chunks * sent / attainable.link(trainer.hardware, trainer.num_gpus)
+
+
+def _output(trainer: Trainer, tokens: float, passes: int) -> float:
+    """Return the time of the output matrix: one pass forward, two backward."""
+    arch, hardware = trainer.arch, trainer.hardware
+    logits = tokens / trainer.context * arch.vocab_size / trainer.tensor
+    times = passes if trainer.trains_all else min(passes, 2)
+    moved = LOGIT_BYTES * logits * (1 if passes > 1 else 0.5)
+    return times * 2 * logits * arch.hidden_size / attainable.gemm(hardware) + moved / attainable.memory(hardware)
+
+
+def _exchange(trainer: Trainer, num_layers: int, hidden_behind: float) -> float:
+    """Return the time of a stage's gradients to their owners and its weights back that no pass hides."""
+    if not trainer.trains_all:
+        return 0.0
+    dense, _, routed = layer_elements(trainer.arch)
+    ranks = trainer.num_gpus // trainer.num_stages
+    shards, expert_shards = ranks // trainer.tensor, ranks // trainer.expert
+    held = dense / trainer.tensor * (1 - 1 / shards) + routed / trainer.expert * (1 - 1 / expert_shards)
+    sent = (P + GRADIENT) * num_layers * held / attainable.link(trainer.hardware, ranks)
+    return max(sent - (hidden_behind if trainer.overlaps else 0.0), 0.0)
+
+
+@functools.cache
+def layer_elements(arch: Architecture) -> tuple[float, float, float]:
+    """Return the matrices' elements of a layer of average: outside of experts and indexer, indexer, all experts."""
+    sums: Counter[str] = Counter()
+    for layer in decoder_weights(arch):
+        for weight in layer:
+            if len(weight.shape) == 2:
+                kind = weight.component if weight.component in ("indexer", "routed_experts") else "dense"
+                sums[kind] += weight.num_elements
+    count = arch.num_hidden_layers
+    return sums["dense"] / count, sums["indexer"] / count, sums["routed_experts"] / count

@@ -1,0 +1,25 @@
+"""From losses per token to one number: the weight of each response token in the loss of a global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from posttrain.rl.algorithm.parts import load_part
+
+
+def token_weights(
+    name: str, lengths: Sequence[int], micro_batches: Sequence[Sequence[int]], longest: int
+) -> torch.Tensor:
+    """Return [N] fp32; see `Objective.token_weights`.
+
+    Args:
+        name: A part of this folder.
+        lengths: Response tokens of each sample.
+        micro_batches: Samples of each micro-batch of all ranks.
+        longest: The response limit in tokens.
+    """
+    assert min(lengths) > 0, f"a response without tokens: lengths {list(lengths)}"
+    counts = torch.tensor(lengths, dtype=torch.float64)
+    return (1.0 / load_part("aggregation", name).denominators(counts, micro_batches, longest)).float()

@@ -1,0 +1,98 @@
+"""The configuration's section `algorithm`: which parts, and their numbers. Read at every dry run, so without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from posttrain.document import ANY, _doc
+from posttrain.rl.algorithm.parts import part_names
+
+# Of what is learned from rewards: beside given responses it would be without effect.
+_OF_REWARDS = {"training.objective": ("rl",)}
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """How the policy learns from rewards: five parts that any value of the others goes with."""
+
+    preset: str = _doc(
+        "Line of `config/algorithms.yaml`: what it says stands between `base.yaml` and the model's file",
+        unnamed=ANY,
+        used_by=_OF_REWARDS,
+    )
+    advantage_estimator: str = _doc(
+        "How rewards become advantages", choices=part_names("advantage"), used_by=_OF_REWARDS
+    )
+    normalize_by_std: bool = _doc(
+        "Divide the group's advantages by its standard deviation (off: Dr. GRPO)",
+        used_by=_OF_REWARDS | {"algorithm.advantage_estimator": ("grpo",)},
+    )
+    ratio_level: str = _doc(
+        "What has one importance ratio: each token, a sequence (the product of its tokens' ratios), or a sequence by "
+        "their geometric mean (GSPO)",
+        choices=part_names("level"),
+        unnamed="token",
+        used_by=_OF_REWARDS,
+    )
+    old_logprobs: str = _doc(
+        "What the importance ratio compares with: log-probabilities of the trainer before the first update, or those "
+        "that the engine reported when it sampled",
+        choices=("trainer", "engine"),
+        unnamed="trainer",
+        used_by=_OF_REWARDS,
+    )
+    clip: str = _doc(
+        "How the importance ratio is bounded", choices=part_names("clip"), unnamed="decoupled", used_by=_OF_REWARDS
+    )
+    clip_ratio_low: float = _doc(
+        "The importance ratio is clipped below 1 - this", minimum=0, maximum=1, used_by=_OF_REWARDS
+    )
+    clip_ratio_high: float = _doc("The importance ratio is clipped above 1 + this", minimum=0, used_by=_OF_REWARDS)
+    clip_ratio_dual: float = _doc(
+        "Where the advantage is negative, a ratio above this counts as this",
+        exclusive_minimum=1,
+        unnamed=3.0,
+        used_by=_OF_REWARDS | {"algorithm.clip": ("dual",)},
+    )
+    loss_aggregation: str = _doc("Denominator of the loss", choices=part_names("aggregation"))
+    correction: str = _doc(
+        "How the difference between trainer and engine is corrected",
+        choices=part_names("correction"),
+        unnamed="none",
+        used_by=_OF_REWARDS,
+    )
+    correction_level: str = _doc(
+        "What has one factor of the correction",
+        choices=part_names("level"),
+        unnamed="token",
+        used_by=_OF_REWARDS | {"algorithm.correction": ("mask", "truncate")},
+    )
+    correction_low: float = _doc(
+        "A smaller factor of the correction becomes 0",
+        minimum=0,
+        unnamed=0.0,
+        used_by=_OF_REWARDS | {"algorithm.correction": ("mask",)},
+    )
+    correction_high: float = _doc(
+        "Largest factor of the correction",
+        exclusive_minimum=0,
+        unnamed=2.0,
+        used_by=_OF_REWARDS | {"algorithm.correction": ("mask", "truncate")},
+    )
+    routing_replay: bool = _doc(
+        "Tokens go to the experts that the engine has chosen for them, in every pass of the trainer (R3)",
+        unnamed=False,
+        used_by=_OF_REWARDS,
+    )
+    zero_advantages: str = _doc(
+        "An update whose advantages are all zero is counted and leaves the weights alone (skip), or lets momentum and "
+        "weight decay move them (update)",
+        choices=("skip", "update"),
+        unnamed="update",
+        used_by=_OF_REWARDS,
+    )
+    non_finite: str = _doc(
+        "A non-finite loss or gradient norm ends the run (abort) or is counted and leaves the "
+        "weights alone (skip_step)",
+        choices=("abort", "skip_step"),
+    )

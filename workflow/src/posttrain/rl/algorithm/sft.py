@@ -1,0 +1,46 @@
+"""Supervised fine-tuning: given responses become more likely.
+
+    loss of a token = -log-probability
+
+It is an objective like any other, and the plainest: it needs no rollout, no engine and no log-probabilities from
+before. Every sample has advantage 1; its reward is not looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from posttrain.rl.algorithm.aggregation import token_weights
+from posttrain.rl.algorithm.objective import Needs, TokenBatch
+from posttrain.types import SampleGroup
+
+
+class SupervisedFineTuning:
+    """An `Objective` on given responses.
+
+    Args:
+        loss_aggregation: A part of `aggregation`: "token_mean" is the mean over all response tokens of a global batch.
+        longest: The longest response in tokens.
+    """
+
+    needs = Needs()
+    statistics: tuple[str, ...] = ("logprob_mean",)
+
+    def __init__(self, loss_aggregation: str, longest: int):
+        self._loss_aggregation, self._longest = loss_aggregation, longest
+
+    def advantages(self, groups: Sequence[SampleGroup]) -> torch.Tensor:
+        """Return 1 for each sample; see `Objective`."""
+        return torch.ones(sum(len(group.samples) for group in groups))
+
+    def token_weights(self, lengths: Sequence[int], micro_batches: Sequence[Sequence[int]]) -> torch.Tensor:
+        """See `Objective`."""
+        return token_weights(self._loss_aggregation, lengths, micro_batches, self._longest)
+
+    def token_losses(
+        self, logprobs: torch.Tensor, batch: TokenBatch
+    ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        """See `Objective`."""
+        return -logprobs * batch.advantages, {"logprob_mean": logprobs.detach()}

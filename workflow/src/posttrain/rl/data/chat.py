@@ -1,0 +1,265 @@
+"""Chat messages to token ids and back, with the tokenizer and the chat template that the model brings along.
+
+Nothing of a checkpoint is executed: the template is rendered by transformers' sandbox, and a tokenizer that needs code
+of its own is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from posttrain.checkpoint.formats.hf_layout import read_object
+from posttrain.errors import CheckpointError, ConfigError, Problem
+from posttrain.rl.data.deadline import deadline
+from posttrain.rl.data.messages import RowError
+from posttrain.rl.data.tool_calls import forms_of, in_form
+
+# What the workflow itself decides when it renders.
+DECIDED_VARIABLES = ("conversation", "tokenize", "add_generation_prompt")
+# A text that no template has.
+_PROBED = "probed text"
+# A conversation takes milliseconds; a template may hold loops that take years.
+RENDER_SECONDS = 60.0
+# Of a template's refusal, as much as tells where it is.
+SHOWN_CHARACTERS = 40
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a checkpoint.
+
+    Raises:
+        CheckpointError: It cannot be loaded as it is.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder}: the tokenizer cannot be loaded: {error}") from error
+
+
+class ChatTokenizer:
+    """Renders prompts and reads responses for one model.
+
+    Args:
+        folder: The checkpoint, with its tokenizer files and chat template.
+        template_kwargs: `data.chat_template_kwargs`: further variables of the template, `NAME=JSON` each.
+
+    Raises:
+        CheckpointError: When the tokenizer cannot be loaded as it is, or has no chat template.
+    """
+
+    def __init__(self, folder: Path, template_kwargs: Sequence[str] = ()):
+        tokenizer = load_tokenizer(folder)
+        if not tokenizer.chat_template:
+            raise CheckpointError(
+                f"{folder}: no chat template; expected chat_template.jinja or one in tokenizer_config.json\n"
+                "  remedy: set model.chat_template to a file with the Jinja template that the model was trained with"
+            )
+        self.tokenizer = tokenizer
+        self._folder = folder
+        self._template_kwargs = parse_template_kwargs(template_kwargs)
+        self._ends_of_turns: dict[bool, int] = {}
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> tuple[int, ...]:
+        """Return the token ids of a conversation, up to where the model's answer begins.
+
+        Args:
+            messages: Each with "role" and "content", or with "tool_calls".
+            tools: JSON schemas of the functions that the answer may call.
+            generation_prompt: Off, the conversation ends with its last message.
+            template_kwargs: Further variables of the template, in place of the tokenizer's own of that name.
+
+        Raises:
+            CheckpointError: The template has a mistake, does not take such messages, or leaves its sandbox.
+        """
+        options = {**(template_kwargs or {}), "add_generation_prompt": generation_prompt, "tokenize": True}
+        return tuple(self._apply(messages, tools, **options))
+
+    def render_answered(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        answer: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the token ids of a prompt and of a given answer, which ends as a sampled one does: with a stop token.
+
+        The answer is what the conversation's text has behind the prompt's, up to the last stop token. Where a template
+        ends an answer with the next turn's first token, as GLM's do, that one is added.
+
+        Args:
+            messages: As for `render`.
+            answer: The assistant's message.
+            tools: As for `render`.
+
+        Raises:
+            ConfigError: The template renders a prompt differently when it is answered, or leaves out some of that.
+            CheckpointError: See `render`; or nothing says what ends an answer.
+        """
+        prompt, whole = (
+            str(self._apply(turns, tools, add_generation_prompt=is_asked, tokenize=False))
+            for turns, is_asked in ((messages, True), ([*messages, answer], False))
+        )
+        rest = whole.removeprefix(prompt)
+        if not whole.startswith(prompt) or not _ends_with(whole, prompt, str(answer.get("content") or "")):
+            raise ConfigError([self._not_to_be_learned(prompt, whole)])
+        tokens, stops = self.tokenizer.encode(rest, add_special_tokens=False), self._stops
+        ends = [place for place, token in enumerate(tokens, start=1) if token in stops]
+        response = tokens[: ends[-1]] if ends else [*tokens, self._end_of_turn("tool_calls" in answer)]
+        return self.render(messages, tools), tuple(response)
+
+    def _apply(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, **options: Any
+    ) -> Any:
+        try:
+            with deadline(RENDER_SECONDS):
+                shown = [in_form(message, self._forms_of_arguments) for message in messages]
+                return self._as_given(shown, tools, **options)
+        except TimeoutError as error:
+            told = f"{self._folder}: the chat template does not end ({error}); does it loop over `range`?"
+            raise CheckpointError(told) from error
+        except Exception as error:  # a template is somebody's program: it raises what it likes
+            reason = str(error) if isinstance(error, TemplateError | RowError) else f"{type(error).__name__}: {error}"
+            place = self._place_of_error(messages, tools, options)
+            told = f"{self._folder}: the chat template cannot be rendered{place}: {reason}"
+            raise CheckpointError(told) from error
+
+    def _as_given(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, **options: Any
+    ) -> Any:
+        return self.tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tools=[dict(tool) for tool in tools] if tools else None,
+            return_dict=False,
+            **{**self._template_kwargs, **options},
+        )
+
+    def _place_of_error(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: Mapping[str, Any],
+    ) -> str:
+        """Return the message behind the longest beginning of a conversation that can be rendered."""
+        for count in range(len(messages) - 1, 0, -1):
+            with contextlib.suppress(Exception):
+                shown = [in_form(message, self._forms_of_arguments) for message in messages[:count]]
+                self._as_given(shown, tools, **options)
+                return f" with message {count + 1} ({messages[count].get('role')})"
+        return ""
+
+    @cached_property
+    def _forms_of_arguments(self) -> frozenset[str]:
+        return forms_of(lambda messages, tools: str(self._as_given(messages, tools, tokenize=False)))
+
+    @cached_property
+    def _stops(self) -> frozenset[int]:
+        return stop_token_ids(self._folder)
+
+    def _end_of_turn(self, calls_tool: bool) -> int:
+        """Return the stop token with which the turn after an answer begins; where it is none, the end of text."""
+        if calls_tool in self._ends_of_turns:
+            return self._ends_of_turns[calls_tool]
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
+        following = {"role": "tool" if calls_tool else "user", "content": "a"}
+        before, after = (
+            str(self._apply(some, None, add_generation_prompt=False, tokenize=False))
+            for some in (turns, [*turns, following])
+        )
+        found = self.tokenizer.encode(after.removeprefix(before), add_special_tokens=False)[:1]
+        found += [self.tokenizer.eos_token_id, *sorted(self._stops)]
+        self._ends_of_turns[calls_tool] = next(token for token in found if token in self._stops)
+        return self._ends_of_turns[calls_tool]
+
+    def end_of_answer(self) -> str | None:
+        """Return what the template puts between an answer and the next message, None where it shows neither."""
+        messages = [
+            {"role": role, "content": content}
+            for role, content in (("user", "a"), ("assistant", _PROBED), ("user", _PROBED + "b"))
+        ]
+        text = str(self._apply(messages, None, add_generation_prompt=False, tokenize=False))
+        found = re.search(f"{_PROBED}(.*?){_PROBED}b", text, re.DOTALL)
+        return found[1] if found else None
+
+    def _not_to_be_learned(self, prompt: str, whole: str) -> Problem:
+        place = next((i for i, pair in enumerate(zip(prompt, whole, strict=False)) if pair[0] != pair[1]), len(prompt))
+        asked, answered = (text[place : place + SHOWN_CHARACTERS] for text in (prompt, whole))
+        value = f"{asked!r} where it asks for an answer, {answered!r} with the answer"
+        if whole.startswith(prompt):
+            value = f"{answered!r} behind the prompt, which lacks some of the answer"
+        allowed = "a template whose prompt is how the answered conversation begins, and that keeps the answer whole"
+        remedy = (
+            "let answers begin as the template's generation prompt ends (with <think>, for example), or bring along a "
+            "template that leaves answers as they are"
+        )
+        return Problem(f"{self._folder}: chat template", value, allowed, remedy)
+
+    def decode(self, response_tokens: Sequence[int]) -> str:
+        """Return the text of a response; end token and other special tokens leave no trace."""
+        return str(self.tokenizer.decode(list(response_tokens), skip_special_tokens=True))
+
+
+def parse_template_kwargs(words: Sequence[str]) -> dict[str, Any]:
+    """Return the variables that `data.chat_template_kwargs` gives to the chat template.
+
+    Args:
+        words: `NAME=VALUE` each; a value that is no JSON is a text.
+
+    Raises:
+        ConfigError: A word has no name, or names what the workflow itself decides.
+
+    Example:
+        ["enable_thinking=false", "effort=high"] -> {"enable_thinking": False, "effort": "high"}
+    """
+    found: dict[str, Any] = {}
+    for word in words:
+        name, separator, text = word.partition("=")
+        if not separator or not name.isidentifier() or name in DECIDED_VARIABLES:
+            allowed = "NAME=VALUE of the template's own variables, such as enable_thinking=false"
+            raise ConfigError([Problem("data.chat_template_kwargs", repr(word), allowed, "correct it")])
+        try:
+            found[name] = json.loads(text)
+        except ValueError:
+            found[name] = text
+    return found
+
+
+def stop_token_ids(folder: Path) -> frozenset[int]:
+    """Return the tokens of which any ends a response.
+
+    Args:
+        folder: A checkpoint in Hub layout.
+
+    Raises:
+        CheckpointError: It names none, or something that is no token id.
+    """
+    files = [path for name in ("generation_config.json", "config.json") if (path := folder / name).exists()]
+    found = [read_object(path).get("eos_token_id") for path in files]
+    # An empty list says as little as none, to SGLang too.
+    ids = next((ids for ids in found if ids not in (None, [])), None)
+    if ids is None:
+        raise CheckpointError(f"{folder}: neither generation_config.json nor config.json has an eos_token_id")
+    ids = ids if isinstance(ids, list) else [ids]
+    if not all(type(id) is int for id in ids):
+        raise CheckpointError(f"{folder}: eos_token_id is {ids!r}, expected token ids\n  remedy: correct it")
+    return frozenset(ids)
+
+
+def _ends_with(text: str, prompt: str, answer: str) -> bool:
+    """Return whether a text has the whole answer, which reaches beyond the prompt; templates strip lines."""
+    squeezed, start, wanted = ("".join(some.split()) for some in (text, prompt, answer))
+    place = squeezed.rfind(wanted)
+    return not wanted or (place >= 0 and place + len(wanted) > len(start))

@@ -1,0 +1,58 @@
+"""The prompts of a dataset that was made: one JSON object a line, in columns that are always the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Container, Sequence
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import ConfigError, Problem
+from posttrain.rl.data.raw_rows import read_raw
+from posttrain.store import write_atomic
+from posttrain.types import Prompt
+
+
+def load_prompts(path: Path, left_out: Container[int] = ()) -> list[Prompt]:
+    """Read the prompts that `write_prompts` wrote.
+
+    Args:
+        path: `train.jsonl` or `heldout.jsonl` of a dataset.
+        left_out: Prompts that are not wanted, by `prompt_id`.
+
+    Returns:
+        The prompts in the file's order; `prompt_id` is the place, from 0.
+
+    Raises:
+        ConfigError: It is no such file.
+    """
+    prompts: list[Prompt] = []
+    for row in read_raw(path):
+        try:
+            prompts.append(_prompt(len(prompts), row.content or {}))
+        except (KeyError, TypeError) as error:
+            raise ConfigError([_not_ours(path, f"{row.place}: {row.reason or error}")]) from error
+    if not prompts:
+        raise ConfigError([_not_ours(path, "no prompts")])
+    return [prompt for prompt in prompts if prompt.prompt_id not in left_out]
+
+
+def write_prompts(path: Path, prompts: Sequence[Prompt]) -> None:
+    """Write prompts durably: `prompt`, `label`, and of `source`, `columns` and `tools` those that say something."""
+    # Line by line: one text of all of them would take their memory once more.
+    write_atomic(path, lambda file: file.writelines(map(_line, prompts)))
+
+
+def _line(prompt: Prompt) -> bytes:
+    row = prompt.as_dict()
+    del row["prompt_id"]
+    return (json.dumps({"prompt": row.pop("messages"), **row}, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def _prompt(prompt_id: int, row: dict[str, Any]) -> Prompt:
+    others = {name: value for name, value in row.items() if name != "prompt"}
+    return Prompt.from_dict({"prompt_id": prompt_id, "messages": row["prompt"], **others})
+
+
+def _not_ours(path: Path, value: str) -> Problem:
+    return Problem(str(path), value, "the lines that download_dataset wrote", "delete the folder, then run again")

@@ -1,0 +1,316 @@
+"""The one client of every engine: SGLang's HTTP API, over asyncio.
+
+A client speaks to all engines of a run. Requests for tokens go to one engine, weights go to all. Its
+promises:
+
+- One `generate` call is one HTTP request, answered by one engine; which one follows from the caller's request
+  number. The composition of a batch decides the last bits of its log-probabilities, so it stays with the
+  caller.
+- Every call has a deadline. Only calls that may be repeated without harm are repeated, only when the
+  connection failed, a limited number of times, each with a line in the log and counted in `num_retries`.
+- While a weight update is open, or after one failed, `generate` refuses: engines might hold different
+  weights. A later update that succeeds from its first bucket opens them again.
+
+An engine is named in every error by its number and URL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from posttrain.plan.sizing.phases import ENGINE_CACHE, ENGINE_WEIGHTS
+from posttrain.rl.engines.calls import PROBE_INTERVAL_SECONDS, Engine, EngineCalls, EngineError
+from posttrain.rl.engines.prefill_pairs import PrefillPairs
+from posttrain.rl.engines.responses import (
+    GenerateRequest,
+    GenerateResult,
+    answers_of_ranks,
+    check_prompts,
+    generate_body,
+    parse_generate_answer,
+)
+from posttrain.rl.engines.tensor_payload import NamedTensors, serialize_bucket
+
+log = logging.getLogger(__name__)
+# What SGLang calls them. Graphs were captured over the cache, and are of no use without it.
+TAGS = {ENGINE_WEIGHTS: ("weights",), ENGINE_CACHE: ("kv_cache", "cuda_graph")}
+
+
+class EngineClient(EngineCalls):
+    """Client of the engines of a run; an async context manager.
+
+    Args:
+        urls: Of the engines, "http://host:port".
+        secret: What the engines want to be shown.
+        request_timeout_seconds: Every answer must come within this.
+        ranks_per_engine: World size of an engine, or of each; each rank takes its own copy of a weight bucket.
+        vocab_size: Prompts are checked against it before they are sent: SGLang does not, and a token beyond
+            it ends the server. None leaves it to the engine.
+        num_prefill: So many of the engines, the last ones, only prefill, and the others only decode.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        secret: str,
+        request_timeout_seconds: float,
+        ranks_per_engine: int | Sequence[int] = 1,
+        vocab_size: int | None = None,
+        num_prefill: int = 0,
+    ):
+        super().__init__(urls, secret, request_timeout_seconds)
+        self._ranks_of = [ranks_per_engine] * len(urls) if isinstance(ranks_per_engine, int) else [*ranks_per_engine]
+        self._vocab_size = vocab_size
+        num_answering = len(urls) - num_prefill
+        self._answering, self._prefilling = self._engines[:num_answering], self._engines[num_answering:]
+        self._pairs = PrefillPairs(self, self._prefilling) if num_prefill else None
+        # Why `generate` refuses; empty when all engines serve one version.
+        self._closed_because = ""
+        self._update_is_open = False
+        self._asleep: frozenset[str] = frozenset()
+
+    # ---- tokens ----
+
+    async def generate(self, requests: Sequence[GenerateRequest], request_number: int) -> list[GenerateResult]:
+        """Sample one response per request, all in one HTTP request to one engine.
+
+        Args:
+            requests: What the engine keeps together as one batch.
+            request_number: Number `n` goes to engine n modulo the number of engines that answer; where they only
+                decode, to engine n modulo the number of those that prefill, too.
+
+        Returns:
+            One result per request, in order.
+
+        Raises:
+            ValueError: When a prompt is empty or has a token outside the vocabulary.
+            EngineError: When the engine refuses, fails, aborts, or answers with something else than was asked for.
+            RuntimeError: While weights are being updated.
+        """
+        if why := self._closed_because or ", ".join(f"{part} asleep" for part in sorted(self._asleep)):
+            raise RuntimeError(f"engines do not generate: {why}")
+        engine = self._answering[request_number % len(self._answering)]
+        return await self._generate_on(engine, requests, request_number)
+
+    async def _generate_on(
+        self, engine: Engine, requests: Sequence[GenerateRequest], request_number: int
+    ) -> list[GenerateResult]:
+        check_prompts(requests, self._vocab_size)
+        body = generate_body(requests)
+        if self._pairs:
+            answer = await self._pairs.generate(engine, body, request_number)
+        else:
+            answer = await self.call(engine, "POST", "/generate", body, may_repeat=True)
+        try:
+            return parse_generate_answer(answer, requests)
+        except ValueError as error:
+            raise EngineError(f"{engine}: /generate answered with {error}") from error
+
+    # ---- state ----
+
+    async def wait_ready(
+        self,
+        timeout_seconds: float,
+        check_processes: Callable[[], None] | None = None,
+        tell_silent: Callable[[str], None] | None = None,
+    ) -> None:
+        """Wait until every engine is healthy.
+
+        Args:
+            timeout_seconds: For all of them together.
+            check_processes: Called between probes; raises when an engine's process has ended.
+            tell_silent: Called with the address of an engine that takes connections and answers none from the first on:
+                one that is busy answers, and one that starts refuses them before.
+
+        Raises:
+            RuntimeError: Naming the first engine that was not healthy in time, or is another run's.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        for engine in self._engines:
+            began, is_silent = time.monotonic(), tell_silent is not None
+            while (is_healthy := await self._is_healthy(engine, deadline - time.monotonic())) is not True:
+                is_silent &= is_healthy is None
+                if is_silent and tell_silent and time.monotonic() - began >= self._silence_seconds:
+                    log.warning("%s has not answered for %.0f s: it hangs", engine, time.monotonic() - began)
+                    tell_silent(engine.url)
+                    is_silent = False  # it is another process now
+                if check_processes:
+                    check_processes()
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"{engine} is not ready after {timeout_seconds:g} s")
+                await asyncio.sleep(PROBE_INTERVAL_SECONDS)
+
+    async def server_info(self) -> list[dict[str, Any]]:
+        """Return what each engine says about itself."""
+        return await self.call_all("GET", "/get_server_info", may_repeat=True)
+
+    async def weight_versions(self) -> list[str | None]:
+        """Return the version of the weights that each engine serves, as the engine spells it."""
+        answers = await self.call_all("GET", "/get_model_info", may_repeat=True)
+        return [answer.get("weight_version") for answer in answers]
+
+    async def checksums(self) -> list[dict[str, str]]:
+        """Return the checksum of each tensor, per engine; names and hashes are the engine's own."""
+        answers = await self.call_all("POST", "/weights_checker", {"action": "checksum"}, may_repeat=True)
+        return [answer["ranks"][0]["checksums"] for answer in answers]
+
+    async def ask_ranks(
+        self, call: str, may_repeat: bool = True, each: Sequence[Mapping[str, Any]] = (), **order: Any
+    ) -> list[list[str]]:
+        """Have every rank of every engine answer an order about its weights (`posttrain_weights.engine_handlers`).
+
+        Args:
+            call: What is asked.
+            may_repeat: It does no harm twice.
+            each: What is told each engine alone.
+            order: What is told all.
+
+        Returns:
+            Answers per engine, in the order of its ranks.
+
+        Raises:
+            RuntimeError: A rank could not; names it.
+        """
+        orders = [{"call": call, **order, **own} for own in each or [{}] * len(self._engines)]
+        bodies = [{"action": json.dumps(told), "selector": "target"} for told in orders]
+        answers = await self.call_each("POST", "/weights_checker", bodies, may_repeat)
+        named = zip(map(str, self._engines), answers, strict=True)
+        return [answers_of_ranks(name, answer["ranks"]) for name, answer in named]
+
+    async def flush_cache(self) -> None:
+        """Drop what engines remember of earlier prompts."""
+        await self.call_all("POST", "/flush_cache", {}, may_repeat=True)
+
+    async def pause_generation(self, mode: str = "abort") -> None:
+        """Hold generation on all engines; `mode` is SGLang's: "abort", "in_place" or "retract"."""
+        await self.call_all("POST", "/pause_generation", {"mode": mode}, may_repeat=True)
+
+    async def continue_generation(self) -> None:
+        """Go on after a pause."""
+        await self.call_all("POST", "/continue_generation", {}, may_repeat=True)
+
+    async def abort_all(self) -> None:
+        """End every request that runs or waits, on all engines."""
+        await self.call_all("POST", "/abort_request", {"abort_all": True}, may_repeat=True)
+
+    # ---- memory ----
+
+    async def release_memory(self, parts: Iterable[str]) -> None:
+        """Have engines give back parts of their GPU memory, as soon as they are idle.
+
+        Args:
+            parts: That are awake, of `plan.sizing.phases`. Weights are forgotten: an update has to bring them again.
+
+        Raises:
+            RuntimeError: One does not become idle in time, or could not; names it.
+        """
+        if ENGINE_WEIGHTS in parts:
+            self._closed_because = "they have given back their weights; update them first"
+        if ENGINE_CACHE in parts:  # SGLang ends when it is busy, also with what has just been aborted: it is waited for
+            await self.call_all("POST", f"/flush_cache?timeout={self._timeout_seconds:g}", {})
+        await self.call_all("POST", "/release_memory_occupation", {"tags": _tags(parts)})
+        self._asleep |= {*parts}
+
+    async def resume_memory(self, parts: Iterable[str]) -> None:
+        """Have engines take sleeping parts of their GPU memory again."""
+        await self.call_all("POST", "/resume_memory_occupation", {"tags": _tags(parts)})
+        self._asleep -= {*parts}
+
+    # ---- weights ----
+
+    async def update_weights(self, version: int, buckets: Iterable[NamedTensors]) -> None:
+        """Give all engines new weights, bucket by bucket, over HTTP.
+
+        Args:
+            version: What the engines report with each response from now on.
+            buckets: See `make_buckets`; read one ahead of what is sent.
+
+        Raises:
+            RuntimeError: Naming every engine that failed. `generate` then refuses until an update succeeds,
+                which starts again from the first bucket.
+        """
+        await self.begin_update(version)
+        waiting: NamedTensors | None = None
+        for bucket in buckets:
+            if waiting is not None:
+                await self.send_bucket(waiting)
+            waiting = bucket
+        if waiting is None:
+            raise RuntimeError(f"the update to weight version {version} has no tensors")
+        await self.send_bucket(waiting, last_of_version=version)
+        await self.end_update()
+
+    async def begin_update(self, version: int) -> None:
+        """Open an update; one that an earlier attempt left open is closed first."""
+        if self._update_is_open:
+            await self._close_abandoned_update()
+        self._closed_because = f"the update to weight version {version} is open or failed; update again from the start"
+        self._update_is_open = True
+        await self.call_all("POST", "/begin_weight_update", {})
+
+    async def send_bucket(self, bucket: NamedTensors, last_of_version: int | None = None) -> None:
+        """Send one bucket to all engines.
+
+        Args:
+            bucket: Names and CPU tensors.
+            last_of_version: The update's version, with its last bucket.
+        """
+        assert self._update_is_open, "send_bucket outside begin_update and end_update"
+        payload = await asyncio.to_thread(serialize_bucket, bucket)
+        is_last = last_of_version is not None
+        body = {"flush_cache": is_last, "weight_version": str(last_of_version) if is_last else None}
+        bodies = [{**body, "serialized_named_tensors": [payload] * ranks} for ranks in self._ranks_of]
+        await self.call_each("POST", "/update_weights_from_tensor", bodies, may_repeat=False)
+
+    async def end_update(self) -> None:
+        """Close the update; the engines serve the new weights, and `generate` works again."""
+        await self.call_all("POST", "/end_weight_update", {})
+        self._update_is_open, self._closed_because = False, ""
+
+    async def end_received(self, version: int) -> None:
+        """Close an update whose tensors were not sent over HTTP."""
+        await self.call_all("POST", "/flush_cache", {})
+        await self.call_all("POST", "/update_weight_version", {"new_version": str(version)})
+        await self.end_update()
+
+    async def update_weights_from_disk(self, version: int, folder: Path) -> None:
+        """Let all engines load a checkpoint folder that they can see.
+
+        Raises:
+            RuntimeError: Naming every engine that failed; `generate` then refuses until an update succeeds.
+        """
+        if self._update_is_open:
+            await self._close_abandoned_update()
+        self._closed_because = f"the update to weight version {version} from {folder} is open or failed; update again"
+        await self.call_all("POST", "/update_weights_from_disk", from_disk(version, folder))
+        self._closed_because = ""
+
+    async def _close_abandoned_update(self) -> None:
+        """End an update that failed half-way, so that the next one can begin; its weights are never used."""
+        for engine in self._engines:
+            try:
+                await self.call(engine, "POST", "/end_weight_update", {})
+            except RuntimeError as error:
+                log.warning("closing the failed weight update: %s", error)
+        self._update_is_open = False
+
+
+def from_disk(version: int, folder: Path) -> dict[str, Any]:
+    """Return the body of a call that has an engine load a checkpoint folder."""
+    return {
+        "model_path": str(folder.resolve()),
+        # By default it is the format that the engine started with, which may have been none.
+        "load_format": "auto",
+        "weight_version": str(version),
+        "flush_cache": True,
+    }
+
+
+def _tags(parts: Iterable[str]) -> list[str]:
+    return [tag for part in sorted(parts) for tag in TAGS[part]]

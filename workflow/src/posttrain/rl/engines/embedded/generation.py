@@ -1,0 +1,249 @@
+"""Prefill and decode of one batch over a `transformers` model.
+
+A batch is a function of its rows and the weights: which rows share it decides the last bits of their
+log-probabilities, so the composition is the caller's, and running it again gives the same bits.
+
+Rows with the same prompt (the samples of a group) share one prefill: the prompt's keys and values are
+computed once and copied to each row. Prompts of different length are padded on the left; a padded place is
+masked for every real query and sees only itself, so no row of the softmax is empty. When a quarter of the
+rows have finished, the batch is cut down to the rest.
+
+A row may ask for the log-probabilities of its prompt's tokens, and for the likeliest tokens in every place. Both come
+from the same forward passes; what is sampled does not change by it.
+
+Shapes: B rows, U distinct prompts, S longest prompt, T tokens in the cache, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import torch
+from transformers.cache_utils import DynamicCache
+
+from posttrain.rl.engines.embedded.requests import Row
+from posttrain.rl.engines.embedded.routes import RouteRecorder
+from posttrain.rl.engines.embedded.sampling import RowSampler
+
+# Places of a prompt whose logits exist at a time.
+SCORED_AT_A_TIME = 256
+# Cutting the batch down copies the cache; it pays when this share of the rows is done.
+COMPACT_WHEN_FINISHED = 0.25
+MASK_KEY = "indexed_attention"
+
+
+# The likeliest tokens of one place, with their log-probabilities.
+Alternatives = list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class PromptScores:
+    """What the model says of a prompt's tokens from the second on; the first follows nothing.
+
+    Args:
+        logprobs: The log-probability of each at temperature 1, float32 as Python floats.
+        alternatives: Beside each the likeliest there, the likeliest first.
+    """
+
+    logprobs: list[float]
+    alternatives: list[Alternatives]
+
+
+@dataclass
+class Response:
+    """What came out for one row so far.
+
+    Args:
+        row: What was asked.
+        output_ids: Tokens, the end token included.
+        logprobs: The float32 log-probability of each, as Python floats.
+        finish_reason: None while it runs; else SGLang's object, {"type": "stop" | "length" | "abort"}.
+        alternatives: Beside each output token, if the row asks for them, the likeliest there, the likeliest first.
+        prompt_scores: Of the prompt's tokens from the second on, if the row asks for them.
+        routes: Where the tokens read so far went, parts of [tokens, layers, experts of a token], if it is asked for.
+    """
+
+    row: Row
+    output_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: dict[str, Any] | None = None
+    alternatives: list[Alternatives] = field(default_factory=list)
+    prompt_scores: PromptScores | None = None
+    routes: list[np.ndarray] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.finish_reason is None and not self.row.max_new_tokens:
+            self.finish_reason = {"type": "length", "length": 0}
+
+    def append(self, token: int, logprob: float) -> None:
+        """Add a token and finish the response when it was the last."""
+        self.output_ids.append(token)
+        self.logprobs.append(logprob)
+        if token in self.row.stop_token_ids:
+            self.finish_reason = {"type": "stop", "matched": token}
+        elif self.row.stop_texts and (text := self.row.stop_texts(self.output_ids)):
+            self.finish_reason = {"type": "stop", "matched": text}
+        elif len(self.output_ids) == self.row.max_new_tokens:
+            self.finish_reason = {"type": "length", "length": self.row.max_new_tokens}
+
+
+def generate(model: Any, rows: Sequence[Row], after_step: Callable[[list[Response]], None]) -> list[Response]:
+    """Generate one response per row.
+
+    Args:
+        model: A `transformers` causal language model on the CPU.
+        rows: The batch.
+        after_step: Called with all responses after every token; may wait, and may finish responses ("abort").
+
+    Returns:
+        The responses, in the order of the rows.
+    """
+    responses = [Response(row) for row in rows]
+    recorder = RouteRecorder(model) if any(row.tells_routes for row in rows) else None
+    with torch.inference_mode(), recorder or nullcontext():
+        batch = _Batch(model, responses, recorder)
+        logits = batch.prefill()
+        while True:
+            batch.sample(logits)
+            after_step(responses)
+            if not batch.drop_finished():
+                return responses
+            logits = batch.decode()
+
+
+class _Batch:
+    """The rows that still run, with their cache, masks and random numbers."""
+
+    def __init__(self, model: Any, responses: Sequence[Response], recorder: RouteRecorder | None):
+        self._model, self._recorder = model, recorder
+        self._live = list(responses)
+        self._cache = DynamicCache(config=model.config)
+        self._sampler = RowSampler(
+            [response.row.sampling_seed for response in responses],
+            [response.row.temperature for response in responses],
+            [response.row.top_p for response in responses],
+        )
+        self._tokens = torch.empty(0, dtype=torch.int64)
+
+    def prefill(self) -> torch.Tensor:
+        """Compute the distinct prompts, copy their cache to the rows; return the logits after them [B, V]."""
+        prompts = list(dict.fromkeys(response.row.input_ids for response in self._live))
+        longest = max(map(len, prompts))
+        tokens = torch.tensor([(0,) * (longest - len(prompt)) + prompt for prompt in prompts])
+        self._real = torch.tensor([[False] * (longest - len(prompt)) + [True] * len(prompt) for prompt in prompts])
+        self._positions = (self._real.cumsum(-1) - 1).clamp(min=0)
+        hidden = self._forward(tokens)
+        logits = self._model.lm_head(hidden[:, -1])
+        self._score_prompts(dict(zip(prompts, hidden, strict=True)))
+        place = {prompt: index for index, prompt in enumerate(prompts)}
+        places = [place[response.row.input_ids] for response in self._live]
+        self._tell_routes(places, len(prompts))
+        self._keep(torch.tensor(places))
+        self._positions = self._positions[:, -1:]
+        return logits[places]
+
+    def decode(self) -> torch.Tensor:
+        """Append the sampled tokens to the cache and return the logits after them, [B, V]."""
+        self._real = torch.cat([self._real, torch.ones(len(self._live), 1, dtype=torch.bool)], dim=1)
+        self._positions = self._positions + 1
+        hidden = self._forward(self._tokens[:, None])
+        self._tell_routes(range(len(self._live)), len(self._live))
+        return self._model.lm_head(hidden[:, -1])
+
+    def sample(self, logits: torch.Tensor) -> None:
+        """Sample a token for every row; finished rows that are still in the batch discard theirs."""
+        self._tokens, logprobs = self._sampler.sample(logits)
+        most = max(response.row.num_alternatives for response in self._live)
+        likeliest = _likeliest(self._sampler.distribution(logits), most) if most else None
+        for place, (token, logprob) in enumerate(zip(self._tokens.tolist(), logprobs.tolist(), strict=True)):
+            response = self._live[place]
+            if response.finish_reason is None:
+                response.append(token, logprob)
+                if likeliest:
+                    response.alternatives.append(likeliest[place][: response.row.num_alternatives])
+
+    def drop_finished(self) -> bool:
+        """Cut the batch down when enough rows have finished; return False when all have."""
+        kept = [index for index, response in enumerate(self._live) if response.finish_reason is None]
+        if kept and len(self._live) - len(kept) >= COMPACT_WHEN_FINISHED * len(self._live):
+            self._live = [self._live[index] for index in kept]
+            self._sampler.keep(kept)
+            self._tokens = self._tokens[kept]
+            self._keep(torch.tensor(kept))
+        return bool(kept)
+
+    def _tell_routes(self, places: Sequence[int], num_rows: int) -> None:
+        """Give each response that runs the routes of its tokens in the last pass, which had its row at a place."""
+        if not self._recorder:
+            return
+        routes = self._recorder.take(num_rows)
+        for response, place in zip(self._live, places, strict=True):
+            if response.finish_reason is None:
+                told = routes[place]
+                response.routes.append(told if response.routes else told[-len(response.row.input_ids) :])
+
+    def _score_prompts(self, hidden: dict[tuple[int, ...], torch.Tensor]) -> None:
+        """Give each response that asks for it the scores of its prompt; `hidden` is [S, H] per prompt."""
+        wanted: dict[tuple[int, ...], int] = {}
+        for row in (response.row for response in self._live if response.row.scores_prompt):
+            wanted[row.input_ids] = max(wanted.get(row.input_ids, 0), row.num_alternatives)
+        scores = {prompt: self._scores(prompt, hidden[prompt], most) for prompt, most in wanted.items()}
+        for response in self._live:
+            if response.row.scores_prompt:
+                found, most = scores[response.row.input_ids], response.row.num_alternatives
+                response.prompt_scores = PromptScores(found.logprobs, [place[:most] for place in found.alternatives])
+
+    def _scores(self, prompt: tuple[int, ...], hidden: torch.Tensor, most: int) -> PromptScores:
+        scores = PromptScores([], [])
+        # The padding lies before the prompt, and after its last token nothing is asked.
+        before, targets = hidden[len(hidden) - len(prompt) : -1], torch.tensor(prompt[1:])
+        for start in range(0, len(targets), SCORED_AT_A_TIME):
+            places = slice(start, start + SCORED_AT_A_TIME)
+            logprobs = torch.log_softmax(self._model.lm_head(before[places]).float(), dim=-1)
+            scores.logprobs.extend(logprobs.gather(1, targets[places, None])[:, 0].tolist())
+            scores.alternatives.extend(_likeliest(logprobs, most))
+        return scores
+
+    def _keep(self, rows: torch.Tensor) -> None:
+        """Make the cache, the mask and the positions those of `rows`, which may repeat."""
+        self._cache.reorder_cache(cast(torch.LongTensor, rows))
+        self._real, self._positions = self._real[rows], self._positions[rows]
+
+    def _forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the last layer's output for `tokens` [B, Q], as [B, Q, H]."""
+        mask = _additive_mask(self._real, num_queries=tokens.shape[1], dtype=self._model.dtype)
+        is_sparse = hasattr(self._model.config, "index_topk")
+        return self._model.model(
+            input_ids=tokens,
+            attention_mask={MASK_KEY: mask} if is_sparse else mask,
+            position_ids=self._positions,
+            past_key_values=self._cache,
+            use_cache=True,
+        ).last_hidden_state
+
+
+def _likeliest(logprobs: torch.Tensor, count: int) -> list[Alternatives]:
+    """Return the likeliest tokens of each row of [B, V]."""
+    values, tokens = logprobs.topk(min(count, logprobs.shape[-1]))
+    return [list(zip(ids, row, strict=True)) for ids, row in zip(tokens.tolist(), values.tolist(), strict=True)]
+
+
+def _additive_mask(real: torch.Tensor, num_queries: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return 0 where a query may look and the dtype's smallest number elsewhere.
+
+    Args:
+        real: [B, T] bool, False on padding.
+        num_queries: The last Q positions ask.
+        dtype: Of the model's activations.
+
+    Returns:
+        [B, 1, Q, T]: keys up to the query that are no padding; the query's own place always.
+    """
+    keys = torch.arange(real.shape[1])
+    queries = keys[-num_queries:, None]
+    visible = ((keys <= queries) & real[:, None, :]) | (keys == queries)
+    return torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)[:, None]

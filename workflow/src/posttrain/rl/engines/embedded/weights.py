@@ -1,0 +1,235 @@
+"""The weights an engine serves, under their Hub names.
+
+`transformers` keeps the experts of a layer in two fused tensors, the Hub has three matrices per expert. A Hub
+name is therefore a view into a parameter of the model: `views_by_hub_name` is the one table of them, used for
+loading, for updates and for checksums.
+
+There are two sets of tensors: the one that serves and a spare one of the same shapes. A `WeightUpdate` fills
+the spare set and is refused as a whole when anything is missing, unknown or of another shape;
+`ServedWeights.serve` swaps the two.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from posttrain.checkpoint.quantization.fp8 import BLOCK, SCALE_SUFFIXES, dequantize
+from posttrain.rl.engines.checksums import tensor_checksum
+from posttrain_weights.box import whole_box
+from posttrain_weights.digest import Digester, as_text, together
+from posttrain_weights.engine_handlers import pack, type_of
+
+log = logging.getLogger(__name__)
+
+FUSED_GATE_UP, FUSED_DOWN = ".experts.gate_up_proj", ".experts.down_proj"
+
+
+class WeightError(ValueError):
+    """Weights that do not fit the model; the text names the tensors."""
+
+
+class ServedWeights:
+    """The weights of a model, and what may take their place.
+
+    Args:
+        model: A `transformers` model; its parameters and persistent buffers are what is served.
+        num_hidden_layers: Decoder layers of the model.
+        num_mtp_layers: Layers behind them that a checkpoint may hold and that the engine leaves out.
+    """
+
+    def __init__(self, model: torch.nn.Module, num_hidden_layers: int, num_mtp_layers: int):
+        named = model.state_dict(keep_vars=True)
+        firsts = {id(tensor): name for name, tensor in reversed(named.items())}
+        self._served = {name: tensor for name, tensor in named.items() if firsts[id(tensor)] == name}
+        # An output matrix that is the embedding is served with it; a checkpoint may have written it out.
+        self._copies = named.keys() - self._served.keys()
+        self._spare: dict[str, torch.Tensor] | None = None
+        self._mtp_layers = range(num_hidden_layers, num_hidden_layers + num_mtp_layers)
+        self._sizes: dict[str, int] = {}  # in bytes, of the set that serves while it is released
+        self.version: str | None = None
+        self.is_whole = True
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the set that serves."""
+        return sum(tensor.nbytes for tensor in self._served.values())
+
+    def initial_load(self) -> WeightUpdate:
+        """Return an update that fills the serving set itself, before anything is served."""
+        return WeightUpdate(self._served, self._mtp_layers, self._copies)
+
+    def begin_update(self) -> WeightUpdate:
+        """Return an update that fills the spare set, or the serving one where that holds nothing of worth."""
+        if self._sizes:
+            raise WeightError("the weights' memory is released; call /resume_memory_occupation first")
+        if not self.is_whole:
+            return self.initial_load()
+        if self._spare is None:
+            self._spare = {name: torch.empty_like(tensor.data) for name, tensor in self._served.items()}
+        return WeightUpdate(self._spare, self._mtp_layers, self._copies)
+
+    def serve(self, update: WeightUpdate, version: str | None) -> None:
+        """Put a complete update in the place of what serves. Call it while no batch runs.
+
+        Raises:
+            WeightError: When the update is not complete; what serves is untouched.
+        """
+        update.require_complete()
+        if update.tensors is self._spare:
+            for name, tensor in self._served.items():
+                tensor.data, self._spare[name] = self._spare[name], tensor.data
+        self.is_whole = True
+        self.version = version if version is not None else self.version
+
+    def release(self) -> None:
+        """Give the memory of both sets back, and forget the weights. Call it while no batch runs."""
+        self._spare, self.is_whole = None, False
+        for name, tensor in self._served.items():
+            storage = tensor.untyped_storage()
+            self._sizes.setdefault(name, storage.nbytes())
+            storage.resize_(0)
+
+    def resume(self) -> None:
+        """Take the memory of the set that serves again; an update has to fill it."""
+        for name, size in self._sizes.items():
+            self._served[name].untyped_storage().resize_(size)
+            self._served[name].data.zero_()
+        self._sizes = {}
+
+    def checksums(self) -> dict[str, str]:
+        """Return the checksum of every served tensor, as the engine computes with it, by Hub name."""
+        return {name: tensor_checksum(view) for name, view in views_by_hub_name(self._served).items()}
+
+    def parts(self, tensors: Sequence[Sequence[Any]]) -> str:
+        """List the sent tensors that are held, each of them whole; see `posttrain_weights.engine_handlers.parts`."""
+        index, views = {name: number for number, (name, _, _) in enumerate(tensors)}, self._views()
+        unknown = sorted(views.keys() - index.keys())
+        found = [[index[name], *whole_box(view.shape), type_of(view)] for name, view in views.items() if name in index]
+        return pack({"parts": found, "derived": unknown})
+
+    def digest(self, key: str) -> str:
+        """Return one digest of all parts; see `posttrain_weights.engine_handlers.digest`."""
+        return as_text(together(self._digests(key), bytes.fromhex(key)))
+
+    def digests(self, key: str) -> str:
+        """Return the digests of all parts; see `posttrain_weights.engine_handlers.digests`."""
+        return pack([as_text(found) for found in self._digests(key)])
+
+    def _digests(self, key: str) -> torch.Tensor:
+        views = [*self._views().values()]
+        return Digester.of_parts(bytes.fromhex(key), views, [(0, 0)] * len(views))
+
+    def _views(self) -> dict[str, torch.Tensor]:
+        return views_by_hub_name(self._served)
+
+
+@dataclass
+class WeightUpdate:
+    """A set of tensors on its way in.
+
+    Args:
+        tensors: What is filled, by the model's names.
+        mtp_layers: Layer numbers whose tensors are counted and left out.
+        copies: Names of tensors that are the same as others of the model; left out, too.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    mtp_layers: range
+    copies: Collection[str] = ()
+    num_skipped: int = 0
+    version: str | None = None
+    _views: dict[str, torch.Tensor] = field(init=False)
+    _received: set[str] = field(init=False, default_factory=set)
+    _failure: str = field(init=False, default="")
+
+    def __post_init__(self) -> None:
+        self._views = views_by_hub_name(self.tensors)
+
+    def add(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take tensors in; a quantised weight and its scales come in the same call.
+
+        Raises:
+            WeightError: When one is unknown, of another shape, or lacks its scales. The update cannot be
+                served then.
+        """
+        bucket = dict(named_tensors)
+        try:
+            for name in bucket:
+                self._add(name, bucket)
+        except WeightError as error:
+            self._failure = str(error)
+            raise
+
+    def require_complete(self) -> None:
+        """Raise `WeightError` unless every tensor of the model has come."""
+        if self._failure:
+            raise WeightError(f"the update failed before: {self._failure}")
+        missing = sorted(self._views.keys() - self._received)
+        if missing:
+            listed = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+            raise WeightError(f"{len(missing)} of {len(self._views)} tensors are missing: {listed}")
+
+    def _add(self, name: str, bucket: Mapping[str, torch.Tensor]) -> None:
+        if self._is_mtp(name) or name in self.copies:
+            self.num_skipped += 1
+            return
+        if suffix := next((suffix for suffix in SCALE_SUFFIXES if name.endswith(suffix)), ""):
+            if name.removesuffix(suffix) not in bucket:
+                raise WeightError(f"{name}: came without {name.removesuffix(suffix)}")
+            return
+        view = self._views.get(name)
+        if view is None:
+            raise WeightError(f"{name}: the model has no such tensor")
+        tensor = _in_full_precision(name, bucket)
+        if tensor.shape != view.shape:
+            raise WeightError(f"{name}: shape {tuple(tensor.shape)}, the model's is {tuple(view.shape)}")
+        with torch.no_grad():
+            view.copy_(tensor)
+        self._received.add(name)
+
+    def _is_mtp(self, name: str) -> bool:
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        return layer is not None and int(layer[1]) in self.mtp_layers
+
+
+def views_by_hub_name(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return every tensor of the model under its Hub name, as a view.
+
+    Args:
+        tensors: By the model's names; `...experts.gate_up_proj` [E, 2F, H] holds gate rows, then up rows, per
+            expert, and `...experts.down_proj` is [E, H, F].
+    """
+    views: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        data = tensor.data
+        if name.endswith(FUSED_GATE_UP):
+            for expert, (gate, up) in enumerate(zip(*data.chunk(2, dim=1), strict=True)):
+                prefix = f"{name.removesuffix('gate_up_proj')}{expert}"
+                views[f"{prefix}.gate_proj.weight"], views[f"{prefix}.up_proj.weight"] = gate, up
+        elif name.endswith(FUSED_DOWN):
+            prefix = name.removesuffix("down_proj")
+            views |= {f"{prefix}{expert}.down_proj.weight": down for expert, down in enumerate(data)}
+        else:
+            views[name] = data
+    return views
+
+
+def _in_full_precision(name: str, bucket: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return a tensor as numbers: a quantised one as code * scale, any other as it is."""
+    tensor = bucket[name]
+    if tensor.dtype != torch.float8_e4m3fn:
+        return tensor
+    scale = next((bucket[name + suffix] for suffix in SCALE_SUFFIXES if name + suffix in bucket), None)
+    if scale is None:
+        raise WeightError(f"{name}: quantised, and {name + SCALE_SUFFIXES[0]} is not beside it")
+    blocks = tuple(-(-size // BLOCK) for size in tensor.shape)
+    if tensor.dim() != 2 or tuple(scale.shape) not in (blocks, (tensor.shape[0], 1), ()):
+        found = f"scales of shape {tuple(scale.shape)} for codes of shape {tuple(tensor.shape)}"
+        raise WeightError(f"{name}: {found}, expected {blocks}")
+    return dequantize(tensor, scale)

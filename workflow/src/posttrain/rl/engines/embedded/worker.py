@@ -1,0 +1,279 @@
+"""The thread that runs batches, and the moments at which weights may change.
+
+Requests come from the HTTP server's event loop and wait in one queue. In deterministic mode each request is a
+batch of its own, so that what is computed together depends on the client alone; otherwise all requests that
+wait when a batch ends are merged, up to `max_batch_rows`.
+
+Weights change only when no batch runs, or while generation is paused, when the batch stands between two
+tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from posttrain.rl.engines.embedded.generation import Response, generate
+from posttrain.rl.engines.embedded.requests import RequestError, Row
+
+log = logging.getLogger(__name__)
+
+ABORTED = {"type": "abort", "message": "aborted by request"}
+
+
+@dataclass
+class Work:
+    """The rows of one request.
+
+    Args:
+        rows: What to generate.
+        on_step: Called in the worker's thread after every token with the request's responses.
+        weight_version: Of the weights that computed the last token; set before `done`.
+        done: The responses, or the error that ended the batch.
+    """
+
+    rows: Sequence[Row]
+    on_step: Callable[[Sequence[Response]], None] | None = None
+    weight_version: str | None = None
+    done: Future[list[Response]] = field(default_factory=Future)
+
+
+@dataclass
+class Counters:
+    """What the worker has done since it started."""
+
+    num_batches: int = 0
+    num_responses: int = 0
+    num_output_tokens: int = 0
+    busy_seconds: float = 0.0
+
+
+class Worker:
+    """Runs batches one after the other.
+
+    Args:
+        model: A `transformers` causal language model.
+        weight_version: Returns the version of the weights that serve.
+        merge_requests: Put waiting requests into one batch; off, every request is its own batch.
+        max_batch_rows: Rows of a merged batch; a single request may be larger.
+        has_weights: Tells whether there are any.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        weight_version: Callable[[], str | None],
+        merge_requests: bool,
+        max_batch_rows: int,
+        has_weights: Callable[[], bool] = lambda: True,
+    ):
+        self._model, self._weight_version, self._has_weights = model, weight_version, has_weights
+        self._merge_requests, self._max_batch_rows = merge_requests, max_batch_rows
+        self._queue: deque[Work] = deque()
+        self._changed = threading.Condition()
+        self._paused = self._stopping = self._running = self._waiting_between_tokens = False
+        self._abort_all = False
+        self._num_changes_waiting = 0
+        self._asleep: set[str] = set()
+        self._abort_ids: set[str] = set()
+        self.counters = Counters()
+        # A daemon: a batch in the middle of a token must not keep a process alive that was told to end.
+        self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
+
+    @property
+    def is_alive(self) -> bool:
+        """True while the thread runs."""
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self, timeout_seconds: float) -> None:
+        """End the running batch after its current token and the thread after it."""
+        with self._changed:
+            self._stopping, self._paused = True, False
+            self._abort_everything()
+            self._changed.notify_all()
+        self._thread.join(timeout_seconds)
+
+    def submit(self, work: Work) -> Future[list[Response]]:
+        """Queue a request; its future holds the responses.
+
+        Raises:
+            RequestError: The engine sleeps, or has slept and has no weights yet.
+        """
+        with self._changed:
+            if self._asleep or not self._has_weights():
+                raise RequestError(f"the engine sleeps ({', '.join(sorted(self._asleep)) or 'no weights yet'})")
+            self._queue.append(work)
+            self._changed.notify_all()
+        return work.done
+
+    def wait_idle(self, timeout_seconds: float) -> bool:
+        """Wait until no request runs or waits; returns whether that was reached."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._is_idle, timeout_seconds)
+
+    def fall_asleep(self, parts: set[str]) -> None:
+        """Take no more requests.
+
+        Raises:
+            RequestError: There are some, or a part sleeps already.
+        """
+        with self._changed:
+            if not self._is_idle:
+                raise RequestError("memory is given back only while no request runs or waits")
+            if asleep := parts & self._asleep:
+                raise RequestError(f"asleep already: {', '.join(sorted(asleep))}")
+            self._asleep |= parts
+
+    def wake_up(self, parts: set[str]) -> None:
+        """Take requests again, once no part sleeps.
+
+        Raises:
+            RequestError: A part is awake.
+        """
+        with self._changed:
+            if awake := parts - self._asleep:
+                raise RequestError(f"awake already: {', '.join(sorted(awake))}")
+            self._asleep -= parts
+
+    @property
+    def _is_idle(self) -> bool:
+        return not self._running and not self._queue
+
+    def pause(self, abort: bool) -> None:
+        """Hold generation at the next token; `abort` also ends every request with what it has."""
+        with self._changed:
+            self._paused = True
+            if abort:
+                self._abort_everything()
+                self._changed.notify_all()
+
+    def resume(self) -> None:
+        """Go on with the held batch and the queue."""
+        with self._changed:
+            self._paused = False
+            self._changed.notify_all()
+
+    def abort(self, request_id: str, everything: bool) -> None:
+        """End a request, or all, with what it has so far."""
+        with self._changed:
+            if everything:
+                self._abort_everything()
+            else:
+                self._abort_ids.add(request_id)
+            self._changed.notify_all()
+
+    @contextmanager
+    def weights_may_change(self) -> Iterator[None]:
+        """Wait until no batch computes, and keep it so for the length of the block; goes before the queue."""
+        with self._changed:
+            self._num_changes_waiting += 1
+            try:
+                self._changed.wait_for(lambda: not self._running or self._waiting_between_tokens)
+                yield
+            finally:
+                self._num_changes_waiting -= 1
+                self._changed.notify_all()
+
+    def _abort_everything(self) -> None:
+        self._abort_all = self._running
+        while self._queue:
+            work = self._queue.popleft()
+            if work.done.set_running_or_notify_cancel():
+                work.done.set_result([Response(row, finish_reason=ABORTED) for row in work.rows])
+
+    def _run(self) -> None:
+        while works := self._next_batch():
+            started = time.perf_counter()
+            error: Exception = RuntimeError("the engine's worker ended in the middle of a batch")
+            answers: list[tuple[Work, list[Response]]] = []
+            try:
+                answers = self._run_batch(works)
+            except (RuntimeError, ArithmeticError, ValueError, MemoryError) as raised:
+                # It belongs to the requests of this batch; the next one may be fine.
+                log.exception("a batch of %d requests failed", len(works))
+                error = raised
+            finally:
+                self.counters.busy_seconds += time.perf_counter() - started
+                self._batch_ended(works, answers, error)
+
+    def _next_batch(self) -> list[Work]:
+        """Wait for requests and return those of the next batch; empty when the worker stops."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopping or self._may_start())
+            if self._stopping:
+                return []
+            works: list[Work] = [self._queue.popleft()]
+            while self._merge_requests and self._queue and self._fits(works, self._queue[0]):
+                works.append(self._queue.popleft())
+            self._running = True
+            return works
+
+    def _may_start(self) -> bool:
+        return bool(self._queue) and not self._paused and not self._num_changes_waiting
+
+    def _fits(self, works: Sequence[Work], another: Work) -> bool:
+        return sum(len(work.rows) for work in works) + len(another.rows) <= self._max_batch_rows
+
+    def _run_batch(self, works: Sequence[Work]) -> list[tuple[Work, list[Response]]]:
+        works = [work for work in works if work.done.set_running_or_notify_cancel()]
+        if not works:
+            return []
+        responses = generate(
+            self._model,
+            [row for work in works for row in work.rows],
+            lambda now: self._after_step(works, now),
+        )
+        self.counters.num_batches += 1
+        self.counters.num_responses += len(responses)
+        self.counters.num_output_tokens += sum(len(response.output_ids) for response in responses)
+        version = self._weight_version()
+        for work in works:
+            work.weight_version = version
+        return [(work, list(share)) for work, share in _shares(works, responses)]
+
+    def _after_step(self, works: Sequence[Work], responses: list[Response]) -> None:
+        """Between two tokens: tell streams, stand still while paused, end what was aborted."""
+        for work, share in _shares(works, responses):
+            if work.on_step:
+                work.on_step(share)
+        with self._changed:
+            if self._paused and not self._abort_all:
+                self._waiting_between_tokens = True
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: not self._paused or self._abort_all)
+                self._waiting_between_tokens = False
+            for response in responses:
+                if response.finish_reason is None and (self._abort_all or response.row.request_id in self._abort_ids):
+                    response.finish_reason = ABORTED
+
+    def _batch_ended(
+        self, works: Sequence[Work], answers: Sequence[tuple[Work, list[Response]]], error: Exception
+    ) -> None:
+        """Let weights change, and then answer, what has no answer with the error: who is answered finds it idle."""
+        with self._changed:
+            self._running = self._abort_all = False
+            self._abort_ids -= {row.request_id for work in works for row in work.rows}
+            self._changed.notify_all()
+        for work, responses in answers:
+            work.done.set_result(responses)
+        for work in works:
+            if not work.done.done():
+                work.done.set_exception(error)
+
+
+def _shares(works: Sequence[Work], responses: Sequence[Response]) -> Iterator[tuple[Work, Sequence[Response]]]:
+    start = 0
+    for work in works:
+        yield work, responses[start : start + len(work.rows)]
+        start += len(work.rows)

@@ -1,0 +1,156 @@
+"""Requests to /generate and its responses, as our types."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from posttrain.rl.engines.routes import ASKED, RoutesLayout
+
+# What an engine that has started without weights says its weights are, until the first update.
+NO_WEIGHTS = "none"
+# What gloo says to who waits for a member of a group that has left, and to who has.
+LEFT = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "caused pair closure")
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """One response to sample.
+
+    Args:
+        input_ids: Token ids of the rendered prompt.
+        sampling_seed: See `sampling_seed`; SGLang uses it under --enable-deterministic-inference.
+        max_new_tokens: The response is cut here.
+        temperature: Of sampling and of the log-probabilities.
+        top_p: Nucleus sampling.
+        ignore_eos: Go on to `max_new_tokens` whatever is sampled (benchmarks).
+        routes: The engine has to tell which experts the tokens went to, in this form.
+    """
+
+    input_ids: Sequence[int]
+    sampling_seed: int
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    ignore_eos: bool = False
+    routes: RoutesLayout | None = None
+
+    @property
+    def sampling_params(self) -> dict[str, Any]:
+        """The request's parameters in SGLang's words."""
+        return {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "max_new_tokens": self.max_new_tokens,
+            "sampling_seed": self.sampling_seed,
+            "ignore_eos": self.ignore_eos,
+        }
+
+
+@dataclass(frozen=True)
+class GenerateResult:
+    """One sampled response.
+
+    Args:
+        output_ids: Token ids, the end token included where one was sampled.
+        logprobs: Natural-log probability of each, the engine's float32 value without loss.
+        finish_reason: "stop" (end token) or "length" (cut).
+        weight_version: Of the weights that sampled it; None before the first update, when the engine has only
+            a name.
+        routes: [tokens, layers with experts, experts of a token] of prompt and response but for the last token, where
+            they were asked for.
+    """
+
+    output_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: str
+    weight_version: int | None
+    routes: np.ndarray | None = field(default=None, compare=False, repr=False)
+
+
+def check_prompts(requests: Sequence[GenerateRequest], vocab_size: int | None) -> None:
+    """Raise `ValueError` for an empty prompt, or one with a token that is not below `vocab_size`."""
+    for place, request in enumerate(requests):
+        if not request.input_ids:
+            raise ValueError(f"prompt {place} is empty")
+        worst = max(request.input_ids, key=lambda token: token if token >= 0 else float("inf"))
+        if worst < 0 or (vocab_size is not None and worst >= vocab_size):
+            raise ValueError(f"prompt {place}: token {worst} is not in the vocabulary of {vocab_size}")
+
+
+def generate_body(requests: Sequence[GenerateRequest]) -> dict[str, Any]:
+    """Return the JSON body of one batched /generate request."""
+    return {
+        "input_ids": [list(request.input_ids) for request in requests],
+        "sampling_params": [request.sampling_params for request in requests],
+        "return_logprob": True,
+        **({ASKED: True} if any(request.routes for request in requests) else {}),
+    }
+
+
+def parse_generate_answer(answer: Any, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
+    """Return the results of a batched /generate answer.
+
+    Raises:
+        ValueError: When the answer is not one complete result per request.
+    """
+    if not isinstance(answer, list) or len(answer) != len(requests):
+        count = len(answer) if isinstance(answer, list) else f"a {type(answer).__name__} instead of"
+        raise ValueError(f"{count} results for {len(requests)} requests")
+    return [
+        _parse_result(place, item, request) for place, (item, request) in enumerate(zip(answer, requests, strict=True))
+    ]
+
+
+def _parse_result(place: int, item: Any, request: GenerateRequest) -> GenerateResult:
+    try:
+        meta = item["meta_info"]
+        finish_reason, end_token = meta["finish_reason"]["type"], meta["finish_reason"].get("matched")
+        logprobs = tuple(float(entry[0]) for entry in meta["output_token_logprobs"])
+        tokens = tuple(int(entry[1]) for entry in meta["output_token_logprobs"])
+        version = meta.get("weight_version")
+        if version == NO_WEIGHTS:
+            raise ValueError("tokens of an engine that has not got its weights yet")
+    except (KeyError, TypeError, IndexError) as error:
+        raise ValueError(f"an unreadable result at place {place}: {error!r}") from error
+    if finish_reason not in ("stop", "length") or not 0 < len(tokens) <= request.max_new_tokens:
+        found = f"{len(tokens)} of {request.max_new_tokens} tokens, finish reason {finish_reason!r}"
+        raise ValueError(f"{found}, at place {place}")
+    if isinstance(end_token, int) and tokens[-1] != end_token:
+        # Without it nothing would teach the policy to end.
+        raise ValueError(f"the end token {end_token} is not in the answer at place {place}, which it ended")
+    try:
+        num_prompt = len(request.input_ids)
+        routes = request.routes.read(meta, num_prompt, num_prompt + len(tokens)) if request.routes else None
+    except ValueError as error:
+        raise ValueError(f"{error}, at place {place}") from error
+    return GenerateResult(tokens, logprobs, finish_reason, _version_number(version), routes)
+
+
+def _version_number(version: Any) -> int | None:
+    return int(version) if version is not None and str(version).isdigit() else None
+
+
+def answers_of_ranks(engine: str, answers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return what an engine's ranks have answered to an order about its weights (`posttrain_weights.engine_handlers`).
+
+    Args:
+        engine: Its name.
+        answers: In any order; with DP attention each rank has everybody's.
+
+    Raises:
+        RuntimeError: A rank could not; names it, and of several the one that has not only missed another.
+    """
+    found = {answer["parallelism_info"][0]["tp_rank"]: answer["checksums"] for answer in answers}
+    failures = [f"{engine}, rank {rank}: {told['error']}" for rank, told in found.items() if "error" in told]
+    if failures:
+        raise RuntimeError(min(failures, key=has_left))
+    return [found[rank]["answer"] for rank in sorted(found)]
+
+
+def has_left(failure: str) -> bool:
+    """Return whether a member of a weight transfer says no more than that another one has left it."""
+    return any(words in failure for words in LEFT)

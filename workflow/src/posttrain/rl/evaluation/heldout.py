@@ -1,0 +1,365 @@
+"""Accuracy of a served model on held-out prompts.
+
+The same prompts and the same seeds before and after training: sample k of a prompt has the same random
+numbers in both, whatever the engines and the batches. `pass_rate` is the share of responses that pass, and
+`pass_at_k` the share of prompts of which at least one of the k responses does. A response passes when its
+first grader gives 1. One that could not be graded does not pass, and is counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain.config.reward_sum import has_passed
+from posttrain.config.schema import Config
+from posttrain.config.suites import HELD_OUT, eval_tasks_of
+from posttrain.report.intervals import wilson
+from posttrain.report.progress import ProgressBar
+from posttrain.rl.data.chat import ChatTokenizer
+from posttrain.rl.data.dataset import load_prompts
+from posttrain.rl.data.dataset_files import HELDOUT
+from posttrain.rl.engines.client import EngineClient
+from posttrain.rl.engines.engine_endpoints import EngineEndpoints, client_of, engines_to_ask
+from posttrain.rl.engines.responses import GenerateRequest, GenerateResult
+from posttrain.rl.engines.sampling_seed import sampling_seed
+from posttrain.rl.engines.verified_engines import verified_engines
+from posttrain.rl.reward.graders import GraderPool
+from posttrain.rl.reward.scoring import Scored, Scorer, check_failures
+from posttrain.rl.rollout.response_text import answer_of
+from posttrain.types import Prompt
+
+# Of a task: what was asked, a result for each request, and the seconds that sampling took.
+Sampled = tuple[list[GenerateRequest], list[GenerateResult], float]
+Then = Callable[[EngineEndpoints, Sequence[Sampled]], Awaitable[None]]
+# As many as somebody reads in a report.
+NUM_EXAMPLES = 24
+
+
+@dataclass(frozen=True)
+class GradedResponse:
+    """One response to a held-out prompt.
+
+    Args:
+        prompt: What was asked.
+        sample_index: 0 to k - 1.
+        text: The response without its end token.
+        num_tokens: Its length, the end token included.
+        is_truncated: It was cut at the longest allowed length.
+        scored: What the graders say.
+    """
+
+    prompt: Prompt
+    sample_index: int
+    text: str
+    num_tokens: int
+    is_truncated: bool
+    scored: Scored
+
+    @property
+    def passes(self) -> bool:
+        """See the head of this file."""
+        return self.scored.reward is not None and has_passed(self.scored.scores, self.scored.reward)
+
+
+@dataclass(frozen=True)
+class EvalTask:
+    """Prompts, and how they are asked and graded.
+
+    Args:
+        name: Of the suite; `HELD_OUT` for the held-out prompts.
+        config: A configuration whose held-out prompts they are (`config.suites.eval_tasks_of`): `evaluation`, `engine`,
+            `rollout.max_response_tokens` and `data.reward` count.
+        prompts: In the order of their file.
+    """
+
+    name: str
+    config: Config
+    prompts: Sequence[Prompt]
+
+
+def read_eval_tasks(config: Config, folders: Mapping[str, Path]) -> list[EvalTask]:
+    """Return the evaluation tasks of a run, the held-out prompts first.
+
+    Args:
+        config: The resolved configuration.
+        folders: By the name of each task, the folder with its `heldout.jsonl`.
+    """
+    return [
+        EvalTask(name, of_exam, load_prompts(folders[name] / HELDOUT))
+        for name, of_exam in eval_tasks_of(config).items()
+    ]
+
+
+def read_suites(config: Config, folders: Mapping[str, Path]) -> list[EvalTask]:
+    """Return the same without the held-out prompts."""
+    eval_tasks = eval_tasks_of(config)
+    return [EvalTask(name, eval_tasks[name], load_prompts(folder / HELDOUT)) for name, folder in folders.items()]
+
+
+def evaluate_checkpoint(
+    config: Config, checkpoint: Path, eval_tasks: Sequence[EvalTask], log_folder: Path
+) -> dict[str, dict[str, Any]]:
+    """Serve a checkpoint, hold engines against its canary, sample every prompt k times, grade, and summarise.
+
+    Args:
+        config: The configuration of the engines (`serving_config`).
+        checkpoint: In Hub layout, BF16 or FP8, with tokenizer and chat template.
+        eval_tasks: What is asked.
+        log_folder: For the engines' logs.
+
+    Returns:
+        By the name of each task, see `summarize`; and `tokens_per_second`, sampled tokens per second of sampling, the
+        one key that differs from run to run.
+
+    Raises:
+        ConfigError: An engine serves something else than what was trained.
+        RuntimeError: When an engine does not start or fails.
+    """
+    answered = answer_eval_tasks(config, checkpoint, eval_tasks, log_folder, is_held=True)
+    return {
+        name: {**summarize(one.graded), "tokens_per_second": one.tokens_per_second} for name, one in answered.items()
+    }
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A task that an engine has answered; a request, a result and a graded response for each sample.
+
+    Args:
+        requests: What was asked.
+        results: What was answered.
+        graded: What graders say of it.
+        seconds: That sampling took once engines were ready.
+    """
+
+    requests: Sequence[GenerateRequest]
+    results: Sequence[GenerateResult]
+    graded: Sequence[GradedResponse]
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Sampled tokens per second of sampling."""
+        return sum(response.num_tokens for response in self.graded) / self.seconds
+
+
+def answer_eval_tasks(
+    config: Config,
+    checkpoint: Path,
+    eval_tasks: Sequence[EvalTask],
+    log_folder: Path,
+    is_held: bool = False,
+    then: Then | None = None,
+) -> dict[str, Answered]:
+    """Serve a checkpoint, sample, and grade, by the name of each task; see `evaluate_checkpoint`.
+
+    Args:
+        config: The same.
+        checkpoint: The same.
+        eval_tasks: The same.
+        log_folder: The same.
+        is_held: Engines are held against the canary first; not by whoever asks how much a precision loses.
+        then: Asks the engines more when all is sampled.
+    """
+    with engines_to_ask(config, checkpoint, log_folder) as engines:
+        # The tokenizer is read while the engines load.
+        tokenizer = ChatTokenizer(checkpoint, config.data.chat_template_kwargs)
+        ready = verified_engines(config, engines, checkpoint) if is_held else client_of(config, engines)
+        sampled = asyncio.run(_sample_all(ready, engines, tokenizer, eval_tasks, then))
+    found = {}
+    with GraderPool.of(config) as graders:
+        for eval_task, (requests, answers, seconds) in zip(eval_tasks, sampled, strict=True):
+            graded = asyncio.run(grade_responses(eval_task, tokenizer, graders, answers))
+            found[eval_task.name] = Answered(requests, answers, graded, seconds)
+    return found
+
+
+def requests_of(eval_task: EvalTask, tokenizer: ChatTokenizer) -> list[GenerateRequest]:
+    """Return k requests per prompt, the samples of a prompt side by side."""
+    rendered = [tokenizer.render(prompt.messages, prompt.tools) for prompt in eval_task.prompts]
+    return make_requests(eval_task.config, eval_task.prompts, rendered, eval_task.name)
+
+
+def make_requests(
+    config: Config, prompts: Sequence[Prompt], prompt_tokens: Sequence[Sequence[int]], tag: str = HELD_OUT
+) -> list[GenerateRequest]:
+    """Return k requests per prompt, the samples of a prompt side by side; the tag makes seeds its own."""
+    evaluation = config.evaluation
+    return [
+        GenerateRequest(
+            input_ids=tokens,
+            sampling_seed=sampling_seed(evaluation.seed, tag, prompt.prompt_id, index),
+            max_new_tokens=config.rollout.max_response_tokens,
+            temperature=evaluation.temperature,
+        )
+        for prompt, tokens in zip(prompts, prompt_tokens, strict=True)
+        for index in range(evaluation.num_samples_per_prompt)
+    ]
+
+
+def summarize(responses: Sequence[GradedResponse]) -> dict[str, Any]:
+    """Return the result of an evaluation.
+
+    Args:
+        responses: The k samples of each prompt side by side.
+
+    Returns:
+        pass_rate, pass_at_k, pass_at (see there), num_prompts, num_samples (per prompt, k), num_responses, num_ungraded
+        (responses without a reward), reward_mean of the others, has_partial_credit (a reward is not 0 or 1 as the
+        response passes), lengths in tokens, truncated_fraction; where there are several, the pass rate of each source
+        (pass_rate_by_source) and the mean of each grader (scores); by_prompt (id, pass rate and mean reward, None
+        without a graded response); and the first sample of the first prompts as examples.
+
+    Example:
+        Two prompts with rewards (1, 0) and (0, 0): pass_rate 0.25, pass_at_k 0.5.
+    """
+    passed = [response.passes for response in responses]
+    lengths = sorted(response.num_tokens for response in responses)
+    rewards = _rewards(responses)
+    by_source: dict[str, list[bool]] = {}
+    by_grader: dict[str, list[float]] = {}
+    for response, ok in zip(responses, passed, strict=True):
+        by_source.setdefault(response.prompt.source, []).append(ok)
+        for name, score in response.scored.scores.items():
+            by_grader.setdefault(name, []).extend([] if score is None else [score])
+    by_prompt: dict[int, list[GradedResponse]] = {}
+    for response in responses:
+        by_prompt.setdefault(response.prompt.prompt_id, []).append(response)
+    firsts = [response for response in responses if response.sample_index == 0][:NUM_EXAMPLES]
+    return {
+        "pass_rate": sum(passed) / len(passed),
+        "pass_at_k": sum(any(one.passes for one in samples) for samples in by_prompt.values()) / len(by_prompt),
+        "pass_at": pass_at(passed, len(responses) // len(by_prompt)),
+        "num_prompts": len(by_prompt),
+        "num_samples": len(responses) // len(by_prompt),
+        "num_responses": len(responses),
+        "num_ungraded": len(responses) - len(rewards),
+        "reward_mean": _mean(rewards),
+        "has_partial_credit": any(one.scored.reward not in (None, float(one.passes)) for one in responses),
+        **({"pass_rate_by_source": _means(by_source)} if len(by_source) > 1 else {}),
+        **({"scores": _means(by_grader)} if len(by_grader) > 1 else {}),
+        "response_tokens_mean": sum(lengths) / len(lengths),
+        "response_tokens_median": lengths[len(lengths) // 2],
+        "response_tokens_max": lengths[-1],
+        "truncated_fraction": sum(response.is_truncated for response in responses) / len(responses),
+        "by_prompt": [
+            [prompt_id, _mean([float(one.passes) for one in samples]), _mean(_rewards(samples))]
+            for prompt_id, samples in by_prompt.items()
+        ],
+        "examples": [_example(response) for response in firsts],
+    }
+
+
+def pass_at(passed: Sequence[bool], num_samples: int) -> dict[str, list[float]]:
+    """Return k -> share of prompts that k responses solve, and the ends of its 95 % interval, for k = 1, 2, 4, ..., n.
+
+    The estimate is without bias (Chen et al., arXiv:2107.03374, equation 1). The interval is Wilson's, with one trial
+    per prompt: what lies between 0 and 1 varies less than what is one of them, so it is rather too wide.
+
+    Args:
+        passed: Whether each response passes, those of a prompt side by side.
+        num_samples: Of a prompt, n.
+
+    Example:
+        Two prompts of two responses, of which one passes: k = 1 gives 0.25, k = 2 gives 0.5.
+    """
+    solved = [sum(passed[start : start + num_samples]) for start in range(0, len(passed), num_samples)]
+    powers = (2**exponent for exponent in range(num_samples.bit_length()))
+    rates = {}
+    for k in sorted({*powers, num_samples}):
+        missed = [math.comb(num_samples - count, k) / math.comb(num_samples, k) for count in solved]
+        rates[str(k)] = [*wilson(1 - math.fsum(missed) / len(solved), len(solved))]
+    return rates
+
+
+async def sample_responses(
+    config: Config, client: EngineClient, requests: Sequence[GenerateRequest]
+) -> list[GenerateResult]:
+    """Return one result per request.
+
+    A batch is as large as in training, and as many are in flight as the engines run at a time.
+    """
+    size = config.engine.groups_per_request * config.rollout.num_samples_per_prompt
+    at_a_time = asyncio.Semaphore(max(1, config.engine.max_running_requests // size) * client.num_engines)
+    with ProgressBar("held-out responses", len(requests), "responses") as progress:
+
+        async def sample(number: int, batch: Sequence[GenerateRequest]) -> list[GenerateResult]:
+            async with at_a_time:
+                results = await client.generate(batch, number)
+            progress.advance(len(batch))
+            return results
+
+        batches = [requests[start : start + size] for start in range(0, len(requests), size)]
+        answers = await asyncio.gather(*(sample(number, batch) for number, batch in enumerate(batches)))
+    return [result for answer in answers for result in answer]
+
+
+async def _sample_all(
+    ready: AbstractAsyncContextManager[EngineClient],
+    engines: EngineEndpoints,
+    tokenizer: ChatTokenizer,
+    eval_tasks: Sequence[EvalTask],
+    then: Then | None,
+) -> list[Sampled]:
+    """Return what was asked in each task, a result per request, and the seconds that sampling took."""
+    asked = [(eval_task.config, requests_of(eval_task, tokenizer)) for eval_task in eval_tasks]
+    sampled: list[Sampled] = []
+    async with ready as client:
+        for of_exam, requests in asked:
+            started = time.perf_counter()
+            results = await sample_responses(of_exam, client, requests)
+            sampled.append((requests, results, time.perf_counter() - started))
+        if then:
+            await then(engines, sampled)
+    return sampled
+
+
+async def grade_responses(
+    eval_task: EvalTask, tokenizer: ChatTokenizer, graders: GraderPool, results: Sequence[GenerateResult]
+) -> list[GradedResponse]:
+    """Return what the graders of a task say of each result of `requests_of`.
+
+    Raises:
+        RuntimeError: They failed too often.
+    """
+    config, count = eval_task.config, eval_task.config.evaluation.num_samples_per_prompt
+    asked = [eval_task.prompts[place // count] for place in range(len(results))]
+    answers = [answer_of(prompt, tokenizer, result) for prompt, result in zip(asked, results, strict=True)]
+    groups = [answers[start : start + count] for start in range(0, len(answers), count)]
+    scored = [one for group in await Scorer(config, graders).score(groups) for one in group]
+    check_failures([one.failure for one in scored], config.reward.max_failure_share)
+    return [
+        GradedResponse(prompt, place % count, answer.text, answer.num_tokens, answer.is_truncated, scored[place])
+        for place, (prompt, answer) in enumerate(zip(asked, answers, strict=True))
+    ]
+
+
+def _rewards(responses: Sequence[GradedResponse]) -> list[float]:
+    return [response.scored.reward for response in responses if response.scored.reward is not None]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _means(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    return {name: sum(some) / len(some) for name, some in values.items() if some}
+
+
+def _example(response: GradedResponse) -> dict[str, Any]:
+    prompt = "\n".join(f"{message['role']}: {message.get('content', '')}" for message in response.prompt.messages)
+    return {
+        "prompt": prompt,
+        "response": response.text,
+        "label": response.prompt.label,
+        "reward": response.scored.reward,
+        **({"scores": dict(response.scored.scores)} if len(response.scored.scores) > 1 else {}),
+        **({"failure": response.scored.failure} if response.scored.failure else {}),
+    }

@@ -1,0 +1,166 @@
+"""GLM-5's attention for Megatron Core: MLA with DSA, on packed sequences.
+
+Megatron's `MLASelfAttention` builds the projections and computes query, key, value and the normalised query latent. Two
+things are ours: the core attention (selected keys, packed rows), and that the indexer is fed with the latent *after*
+its norm, as in the model that was pre-trained. On GPUs long rows are attended to in the latent's space, by a kernel of
+Megatron's that reads the chosen keys alone (`latent_space`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings import YarnRotaryEmbedding
+from megatron.core.transformer.experimental_attention_variant.dsa import source_dsa_compute_layer
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+from posttrain.rl.megatron_backend.glm5.indexer import Indexer, gather_sequence
+from posttrain.rl.megatron_backend.glm5.latent_space import kept_places, latent_query_and_key, latent_values
+from posttrain.rl.megatron_backend.glm5.sparse_attention import KeptKeys, Selector, attend_in_chunks
+from posttrain.rl.megatron_backend.latent_attention import LatentAttention
+from posttrain.rl.megatron_backend.packed import PackedSequences
+from posttrain.rl.megatron_backend.sparse_kernels import load_kernel
+
+
+class SparseCoreAttention(MegatronModule):
+    """Attention over the keys that the indexer keeps, each sequence of the packed row for itself.
+
+    Args:
+        config: Megatron's configuration.
+        softmax_scale: Factor on the dot products.
+        layer_number: From 1; a layer without an indexer keeps the keys that one before it has chosen.
+    """
+
+    def __init__(self, config: MLATransformerConfig, softmax_scale: float, layer_number: int, **_: Any):
+        super().__init__(config=config)
+        self.softmax_scale = softmax_scale
+        frequency, offset = config.dsa_indexer_topk_freq, config.dsa_indexer_skip_topk_offset
+        self.chooser = source_dsa_compute_layer(layer_number, offset, frequency)
+        self.indexer = Indexer(config) if self.chooser == layer_number else None
+        self.is_shared = frequency > 1
+        self.kernel = load_kernel(config)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        x: torch.Tensor,
+        q_latent: torch.Tensor,
+        sequences: PackedSequences,
+        frequencies: torch.Tensor,
+    ) -> torch.Tensor:
+        """Attend.
+
+        Args:
+            query: [T, N, D_qk], N heads of this rank; of its own tokens, where ranks share a row.
+            key: [T, N, D_qk].
+            value: [T, N, D_v].
+            x: [T or T / TP, 1, H] input of the attention, split under sequence parallelism.
+            q_latent: [T or T / TP, q_lora_rank] after its norm.
+            sequences: How the row is packed.
+            frequencies: [S, rope / 2] rotary angles by position.
+
+        Returns:
+            [T, N * D_v].
+        """
+        selectors = self._selectors(x, q_latent, sequences, frequencies)
+        topk, chunk = self.config.dsa_indexer_topk, self.config.attention_chunk_tokens
+        blocks = zip(sequences.queries.split(query), *map(sequences.gather_keys, (key, value)), selectors, strict=True)
+        outputs = [attend_in_chunks(q, k, v, select, topk, self.softmax_scale, chunk) for q, k, v, select in blocks]
+        _close(selectors)
+        return sequences.queries.join(outputs).flatten(1)
+
+    def serves_latents(self, sequences: PackedSequences) -> bool:
+        """Return whether a row is attended to in the latent's space: not where each query sees all keys before it."""
+        return self.kernel is not None and sequences.max_seqlen_q > self.config.dsa_indexer_topk
+
+    def attend_to_latents(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        x: torch.Tensor,
+        q_latent: torch.Tensor,
+        sequences: PackedSequences,
+        frequencies: torch.Tensor,
+    ) -> torch.Tensor:
+        """Attend to the chosen latents; arguments as in `forward`, but query [T, N, R + rope] and key [T, R + rope].
+
+        Returns:
+            [T, N, R] of R = kv_lora_rank.
+        """
+        assert self.kernel is not None, "asked only where there is one"
+        selectors = self._selectors(x, q_latent, sequences, frequencies)
+        topk, chunk = self.config.dsa_indexer_topk, self.config.attention_chunk_tokens
+        places = kept_places(selectors, sequences, topk, chunk)
+        _close(selectors)
+        return self.kernel(query, sequences.gather_row(key), places, self.softmax_scale, self.config.kv_lora_rank)
+
+    def _selectors(
+        self, x: torch.Tensor, q_latent: torch.Tensor, sequences: PackedSequences, frequencies: torch.Tensor
+    ) -> Sequence[Selector | None]:
+        if sequences.max_seqlen_q <= self.config.dsa_indexer_topk:
+            return [None] * len(sequences.spans)
+        if self.indexer is None:
+            return sequences.kept_keys[self.chooser]
+        angles = frequencies[sequences.position_ids]
+        x = gather_sequence(x.squeeze(1), self.config)
+        q_latent = gather_sequence(q_latent, self.config)
+        selectors = self.indexer.make_selectors(x, q_latent, angles.cos(), angles.sin(), sequences)
+        if self.is_shared:
+            sequences.kept_keys[self.chooser] = selectors = [KeptKeys(select) for select in selectors]
+        return selectors
+
+
+def _close(selectors: Sequence[Selector | None]) -> None:
+    for select in selectors:
+        if isinstance(select, KeptKeys):
+            select.close()
+
+
+class Glm5SelfAttention(LatentAttention):
+    """MLA whose core attention sees the layer's input and the normalised query latent."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        packed_seq_params: PackedSequences | None = None,
+        **unused: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend to a packed row.
+
+        Args:
+            hidden_states: [T or T / TP, 1, H].
+            attention_mask: Has to be None: causality inside each sequence is implied.
+            packed_seq_params: How the row is packed.
+            unused: What Megatron's layer passes to every attention; has to be None.
+
+        Returns:
+            [T or T / TP, 1, H], and the bias (None).
+        """
+        asked = [name for name, argument in unused.items() if argument is not None]
+        assert not asked, f"not supported by packed sparse attention: {asked}"
+        assert attention_mask is None, "packed sparse attention makes its own mask"
+        assert isinstance(packed_seq_params, PackedSequences), "sequences must be packed"
+        frequencies = self._frequencies(packed_seq_params.max_seqlen_q)
+        if self.core_attention.serves_latents(packed_seq_params):
+            query, key, q_latent = latent_query_and_key(self, hidden_states, packed_seq_params)
+            given = hidden_states, q_latent, packed_seq_params, frequencies
+            latents = self.core_attention.attend_to_latents(query, key, *given)
+            return self.linear_proj(latent_values(self, latents).flatten(1).unsqueeze(1))
+        query, key, value, q_latent, _ = self.get_query_key_value_tensors(
+            hidden_states, packed_seq_params=packed_seq_params
+        )
+        context = self.core_attention(query, key, value, hidden_states, q_latent, packed_seq_params, frequencies)
+        return self.linear_proj(context.unsqueeze(1))
+
+    def _frequencies(self, length: int) -> torch.Tensor:
+        """Return the rotary angles [length, rope / 2] by position, those of YaRN where it scales them."""
+        if not isinstance(self.rotary_pos_emb, YarnRotaryEmbedding):
+            return self.rotary_pos_emb.get_freqs_non_repeated(length)
+        angles, _ = self.rotary_pos_emb.get_emb(length)
+        return angles[:, 0, 0, : angles.shape[-1] // 2]

@@ -1,0 +1,131 @@
+"""Attention in the space of MLA's latent: all heads read one key, and only the chosen ones, by their place in the row.
+
+A head's scores are q (W_k c) = (q W_k) c: with W_k applied to the query instead of the key, the latent c, followed by
+the rotary part, is the key of all heads and the value, too; W_v is applied to the result. Nothing of [T, N, D] is made
+of keys and values (DeepSeek-V2, arXiv:2405.04434, section 2.1.2).
+
+Shapes: T tokens of the row, N heads of this rank, R kv_lora_rank, K index_topk, B sequences of a block of C queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from megatron.core.models.common.embeddings import YarnRotaryEmbedding
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+from posttrain.rl.megatron_backend.glm5.linear import await_weight
+from posttrain.rl.megatron_backend.glm5.sparse_attention import Selector, causal_mask
+from posttrain.rl.megatron_backend.packed import PackedSequences
+
+
+def latent_query_and_key(
+    layer: MLASelfAttention, hidden_states: torch.Tensor, sequences: PackedSequences
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the queries [T, N, R + rope], the keys [T, R + rope] and the query latent [T or T / TP, q_lora_rank].
+
+    Args:
+        layer: With Megatron's projections.
+        hidden_states: [T or T / TP, 1, H], split under sequence parallelism.
+        sequences: How the row is packed.
+    """
+    config = layer.config
+    q_latent, combined = (part.squeeze(1) for part in layer._qkv_down_projection(hidden_states))
+    kv_latent, rotary_key = combined.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
+    q_latent = layer.q_layernorm(q_latent)
+    key = torch.cat([layer.kv_layernorm(kv_latent), rotary_key], dim=-1)
+    # Each rank knows the gradient by its own heads alone: it is summed on the way back.
+    enter = gather_from_sequence_parallel_region if config.sequence_parallel else copy_to_tensor_model_parallel_region
+    kv_latent, rotary_key = enter(key).split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
+    heads = layer.linear_q_up_proj(q_latent)[0].unflatten(-1, (-1, layer.q_head_dim))
+    plain, rotary = heads.split([config.qk_head_dim, config.qk_pos_emb_head_dim], dim=-1)
+    rotary, rotary_key = _rotate(layer, sequences, rotary, rotary_key.unsqueeze(1))
+    query = torch.einsum("tnd,ndr->tnr", plain, _up_projection(layer)[:, : config.qk_head_dim])
+    return torch.cat([query, rotary], dim=-1), torch.cat([kv_latent, rotary_key.squeeze(1)], dim=-1), q_latent
+
+
+def latent_values(layer: MLASelfAttention, latents: torch.Tensor) -> torch.Tensor:
+    """Return the values [T, N, D_v] of attended latents [T, N, R]."""
+    return torch.einsum("tnr,nvr->tnv", latents, _up_projection(layer)[:, layer.config.qk_head_dim :])
+
+
+def _up_projection(layer: MLASelfAttention) -> torch.Tensor:
+    """Return W_k and W_v of each head of this rank, [N, D + D_v, R]."""
+    await_weight(layer.linear_kv_up_proj)
+    return layer.linear_kv_up_proj.weight.unflatten(0, (layer.num_attention_heads_per_partition, -1))
+
+
+def _rotate(layer: MLASelfAttention, sequences: PackedSequences, *parts: torch.Tensor) -> list[torch.Tensor]:
+    """Apply rotary positions to [T, n, rope], as `MLASelfAttention` does to its expanded heads."""
+    rotary, scale = layer.rotary_pos_emb, 1.0
+    length = rotary.get_rotary_seq_len(None, None, parts[0], layer.config, sequences)
+    angles = rotary(length, packed_seq=True)
+    if isinstance(rotary, YarnRotaryEmbedding):
+        angles, scale = angles
+    boundaries = sequences.cu_seqlens_q if sequences.cu_seqlens_q_padded is None else sequences.cu_seqlens_q_padded
+    if layer.config.context_parallel_size == 1:
+        angles = angles[: len(parts[0])]
+    named = {"cu_seqlens": boundaries, "mscale": scale, "cp_group": layer.pg_collection.cp}
+    return [apply_rotary_pos_emb(part, angles, layer.config, mla_rotary_interleaved=True, **named) for part in parts]
+
+
+@torch.no_grad()
+def kept_places(
+    selectors: Sequence[Selector | None], sequences: PackedSequences, topk: int, chunk_tokens: int
+) -> torch.Tensor:
+    """Return where in the row the keys lie that each query attends to.
+
+    Args:
+        selectors: One for each block of queries; None where all keys are kept.
+        sequences: How the row is packed.
+        topk: K.
+        chunk_tokens: Most queries of a sequence for which a mask of all keys exists at a time.
+
+    Returns:
+        [T, K] int32, rising; behind the last key -1.
+    """
+    blocks = zip(selectors, sequences.key_places(), sequences.queries.blocks, strict=True)
+    parts = [places_of_block(select, places, size[1], topk, chunk_tokens) for select, places, size in blocks]
+    return sequences.queries.join(parts)
+
+
+def places_of_block(
+    select: Selector | None, places: torch.Tensor, num_queries: int, topk: int, chunk: int
+) -> torch.Tensor:
+    """Return [B, C, K] of the last queries of sequences whose keys lie at `places` [B, S]; see `kept_places`."""
+    longest, parts = places.shape[1], []
+    for first in range(longest - num_queries, longest, chunk):
+        end = min(first + chunk, longest)
+        if select is None or end <= topk:
+            keep = causal_mask(first, end - first, end, places.device)[None]
+        else:
+            keep = select(first, end)
+        parts.append(places_of_mask(keep, places[:, :end], topk))
+    return torch.cat(parts, dim=1)
+
+
+def places_of_mask(keep: torch.Tensor, places: torch.Tensor, topk: int) -> torch.Tensor:
+    """Return the places of kept keys, first to last.
+
+    Args:
+        keep: [B or 1, C, S] bool, at most `topk` of S.
+        places: [B, S] int64.
+        topk: K.
+
+    Returns:
+        [B, C, K] int32; behind the last key -1.
+
+    Example:
+        Keys 0 and 2 are kept of three that lie at 5, 6 and 7, topk 3: (5, 7, -1).
+    """
+    keep = keep.expand(len(places), -1, -1)
+    # What is not kept is written to a column that is dropped.
+    column = (keep.cumsum(-1) - 1).masked_fill_(~keep, topk)
+    found = places.new_full((*keep.shape[:2], topk + 1), -1, dtype=torch.int32)
+    return found.scatter_(-1, column, places[:, None].expand(keep.shape).int())[..., :topk]

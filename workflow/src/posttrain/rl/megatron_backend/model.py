@@ -1,0 +1,187 @@
+"""Builds what a rank trains: model, data-parallel wrapper, optimizer.
+
+A rank holds a list of chunks, runs of consecutive layers: one, or with interleaved pipeline stages several.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from posttrain.config.schema import Config
+from posttrain.plan.flags.sparse_kernels import sparse_kernel
+from posttrain.rl.megatron_backend.arguments import ddp_config, optimizer_config, transformer_config
+from posttrain.rl.megatron_backend.expert_load import ExpertLoad
+from posttrain.rl.megatron_backend.glm5.model import LogprobModel
+from posttrain.rl.megatron_backend.layer_spec import block_spec
+from posttrain.rl.megatron_backend.routing_replay import RoutingReplay
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Policy:
+    """The policy on this rank.
+
+    Args:
+        config: The resolved configuration.
+        chunks: The bare model of this pipeline stage, first chunk to last; its parameters are the wrapped ones.
+        wrapped: The same behind Megatron's data-parallel wrapper; this is what forward and backward run on.
+        optimizer: Megatron's distributed optimizer; None for a policy that is only evaluated.
+        expert_load: Counts what the experts of this stage see.
+        replay: Has tokens go to the experts that the engine has chosen; None where the routers choose.
+    """
+
+    config: Config
+    chunks: list[LogprobModel]
+    wrapped: list[DistributedDataParallel]
+    optimizer: MegatronOptimizer | None
+    expert_load: ExpertLoad
+    replay: RoutingReplay | None = None
+
+    @property
+    def settings(self) -> TransformerConfig:
+        """Megatron's settings, which all chunks share."""
+        return self.chunks[0].config
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is computed."""
+        return next(self.chunks[0].parameters()).device
+
+    @property
+    def buffers(self) -> list[_ParamAndGradBuffer]:
+        """The buffers of weights and gradients, of each chunk those of its experts last."""
+        return [buffer for chunk in self.wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """Yield the parameters of all chunks."""
+        for chunk in self.chunks:
+            yield from chunk.parameters()
+
+    @contextmanager
+    def at_temperature(self, temperature: float) -> Iterator[None]:
+        """Have log-probabilities of another temperature than the rollout's, within the block."""
+        before = [chunk.temperature for chunk in self.chunks]
+        try:
+            for chunk in self.chunks:
+                chunk.temperature = temperature
+            yield
+        finally:
+            for chunk, own in zip(self.chunks, before, strict=True):
+                chunk.temperature = own
+
+
+def build_model(config: Config) -> list[LogprobModel]:
+    """Return this rank's chunks of the model; weights are not initialised, they come from a checkpoint."""
+    settings = transformer_config(config)
+    num_chunks = config.parallel.virtual_pipeline_model_parallel_size
+    return [_build_chunk(config, settings, number) for number in range(num_chunks)]
+
+
+def _build_chunk(config: Config, settings: TransformerConfig, number: int) -> LogprobModel:
+    arch = config.model.architecture
+    model = LogprobModel(
+        config=settings,
+        transformer_layer_spec=block_spec(settings, config.hardware.device == "cuda", number),
+        vocab_size=arch.vocab_size,
+        max_sequence_length=arch.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=number),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=number),
+        share_embeddings_and_output_weights=arch.tie_word_embeddings,
+        position_embedding_type="rope",
+        rotary_percent=arch.partial_rotary_factor or 1.0,
+        rotary_base=arch.rope_theta,
+        vp_stage=number,
+        log_probs_chunk_size=config.trainer.log_probs_chunk_size,
+        temperature=config.rollout.temperature,
+    )
+    for layer in model.modules():
+        if isinstance(layer, MoELayer):
+            layer.register_forward_hook(_forget_routes)
+    if config.hardware.device == "cpu":
+        return model
+    _fuse_gradient_accumulation(model)
+    return model.cuda()
+
+
+def _forget_routes(layer: MoELayer, *_: Any) -> None:
+    """Let a dispatcher forget the probabilities of its last routes, which Megatron leaves there until the next pass.
+
+    Their history leads to the layer's recomputed input and its gradient, which would stay as long: of GLM-5's first
+    stage on 16 nodes 2 GiB.
+    """
+    dispatcher = layer.token_dispatcher
+    for keeper in (dispatcher, getattr(dispatcher, "_comm_manager", dispatcher)):
+        for name, value in vars(keeper).items():
+            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                setattr(keeper, name, None)
+
+
+def build_policy(config: Config) -> Policy:
+    """Return model, data-parallel wrapper and optimizer of this rank."""
+    if config.model.architecture.index_n_heads:
+        kernel = sparse_kernel(config)
+        log.info("sparse attention: %s, because %s", kernel.name, kernel.reason)
+    chunks = build_model(config)
+    settings = chunks[0].config
+    # As Megatron's own training does: what later chunks exchange waits for nobody, so it travels in one piece.
+    wrapped = [
+        DistributedDataParallel(
+            settings,
+            ddp_config(config),
+            Float16Module(settings, chunk) if settings.bf16 else chunk,
+            disable_bucketing=number > 0,
+        )
+        for number, chunk in enumerate(chunks)
+    ]
+    # The loss is already the sum over the global batch: gradients are added over ranks and divided by nothing.
+    settings.finalize_model_grads_func = lambda chunks, _num_tokens, **kwargs: finalize_model_grads(
+        chunks, None, **kwargs
+    )
+    settings.grad_scale_func = None
+    # Schedules ask for it, to leave gradients where they are until a chunk's last micro-batch.
+    settings.no_sync_func = partial(_no_sync, wrapped)
+    optimizer = get_megatron_optimizer(optimizer_config(config), wrapped)
+    replay = RoutingReplay(config, wrapped) if config.algorithm.routing_replay else None
+    return Policy(config, chunks, wrapped, optimizer, ExpertLoad(chunks), replay)
+
+
+def build_for_passes(config: Config) -> Policy:
+    """Return the model of this rank for forward passes alone: no gradients, no optimizer."""
+    chunks = build_model(config)
+    settings = chunks[0].config
+    wrapped = [Float16Module(settings, chunk) if settings.bf16 else chunk for chunk in chunks]
+    # The schedules ask no more of a module than to be called.
+    return Policy(config, chunks, cast(list[DistributedDataParallel], wrapped), None, ExpertLoad(chunks))
+
+
+@contextmanager
+def _no_sync(wrapped: Sequence[DistributedDataParallel]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for chunk in wrapped:
+            stack.enter_context(chunk.no_sync())
+        yield
+
+
+def _fuse_gradient_accumulation(model: torch.nn.Module) -> None:
+    """Let Transformer Engine's products of weight gradients add to Megatron's FP32 buffers themselves.
+
+    Megatron's flag for it would ask for Apex's kernel as well, for an output layer whose product is ours.
+    """
+    for part in model.modules():
+        if hasattr(part, "fuse_wgrad_accumulation"):
+            part.fuse_wgrad_accumulation = True  # type: ignore[assignment]

@@ -1,0 +1,258 @@
+"""What engines have of this rank's own shards: through the quantiser, and back, without other ranks' weights.
+
+Scales that several shards make together (a block of 128 x 128 that tensor parallelism cuts, a row cut into columns, a
+tensor's only scale) are agreed on before: largest magnitudes, a few numbers for each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from posttrain.checkpoint.formats.safetensors_io import TensorSpec
+from posttrain.checkpoint.quantization.fp8 import BLOCK, Fp8Format
+from posttrain.errors import CheckpointError
+from posttrain.rl.algorithm.finite import are_finite
+from posttrain.rl.megatron_backend.plain_data import gather_plain
+from posttrain.rl.megatron_backend.ranks import largest_of_ranks
+from posttrain.rl.megatron_backend.weights import DTYPES, HubWeights, Shard
+from posttrain_weights.box import Box, whole_box
+
+# As many tensors as a message names.
+MAX_NAMED = 5
+Magnitudes = Mapping[str, torch.Tensor]
+
+
+class ServedPart(NamedTuple):
+    """A part of a tensor that engines load.
+
+    Args:
+        name: Of the tensor, codes and scales each have one.
+        box: Which part.
+        values: [rows, columns].
+    """
+
+    name: str
+    box: Box
+    values: torch.Tensor
+
+    def cut(self, box: Box) -> ServedPart:
+        """Return what lies within a box."""
+        row, column, rows, columns = box.within(self.box)
+        return ServedPart(self.name, box, self.values[row : row + rows, column : column + columns])
+
+
+class ServedValues:
+    """The numbers that engines have for this rank's shards; making it is collective.
+
+    Args:
+        weights: The trainer's weights under Hub names.
+        served: What engines serve; None for the Hub's own precision.
+    """
+
+    def __init__(self, weights: HubWeights, served: Fp8Format | None):
+        self._weights, self._served, self._specs = weights, served, weights.specs
+        self.shards = weights.shards
+        mine = dict.fromkeys(shard.hf_name for shard in self.shards if self._shares_scales(shard))
+        self._agreed_on = sorted({name for names in gather_plain([*mine]) for name in names})
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes on the Hub of everything that a rank holds."""
+        return {name: spec.shape for name, spec in self._specs.items()}
+
+    @cached_property
+    def sent_specs(self) -> dict[str, TensorSpec]:
+        """Shapes and types of everything that engines load."""
+        sent: dict[str, TensorSpec] = {}
+        for name, spec in self._specs.items():
+            served = self._format_of(name)
+            sent |= served.served_specs(name, spec) if served else {name: spec}
+        return sent
+
+    @cached_property
+    def holders(self) -> dict[str, dict[Box, list[int]]]:
+        """Which ranks can make which part of everything that engines load: name -> part -> ranks."""
+        found: dict[str, dict[Box, list[int]]] = {}
+        for name, held in self._weights.holders.items():
+            for rank, where in held:
+                for sent, box in self.boxes(name, where):
+                    found.setdefault(sent, {}).setdefault(box, []).append(rank)
+        return found
+
+    def differ(self, shard: Shard) -> bool:
+        """Return whether engines may have other numbers than the trainer."""
+        return self._format_of(shard.hf_name) is not None or shard.values.dtype != self._dtype(shard.hf_name)
+
+    def of(self, shard: Shard, magnitudes: Magnitudes) -> torch.Tensor:
+        """Return the numbers: codes times scales in fp32, or the shard in the Hub's precision.
+
+        Args:
+            shard: One of `shards`.
+            magnitudes: See `agreed_magnitudes`.
+        """
+        values, served = shard.values.to(self._dtype(shard.hf_name)), self._format_of(shard.hf_name)
+        if served is None:
+            return values
+        return served_part(served, values, shard.corner, self._agreed(shard, magnitudes))
+
+    def parts(self, shard: Shard, magnitudes: Magnitudes, as_codes: bool = True) -> Iterator[ServedPart]:
+        """Yield what engines load of a shard: codes, and those of its scales that no other shard yields; or itself.
+
+        Args:
+            shard: One of `shards`.
+            magnitudes: See `agreed_magnitudes`.
+            as_codes: Off: the numbers that codes and scales stand for.
+        """
+        served = self._format_of(shard.hf_name)
+        if served is None or not as_codes:
+            yield _part(shard.hf_name, shard.corner, self.of(shard, magnitudes))
+            return
+        values, origin = shard.values.to(self._dtype(shard.hf_name)), self._scales(shard.where)
+        codes, scales = served.quantize_part(values, shard.corner, self._agreed(shard, magnitudes))
+        corner = tuple(axis.start for axis in origin) + (0,) * (2 - len(origin))
+        made = {shard.hf_name: _part(shard.hf_name, shard.corner, codes)}
+        made |= {(name := shard.hf_name + served.scale_suffix): _part(name, corner, scales)}
+        for name, box in self.boxes(shard.hf_name, shard.where):
+            yield made[name].cut(box)
+
+    def boxes(self, name: str, where: tuple[slice, ...]) -> Iterator[tuple[str, Box]]:
+        """Yield name and place of everything that `parts` makes of a part of a tensor as codes.
+
+        Args:
+            name: Of the tensor.
+            where: How to index it so as to get the part.
+        """
+        rows, columns = (slice(0, 1), slice(0, 1), *where)[-2:]
+        box = Box(rows.start, columns.start, rows.stop - rows.start, columns.stop - columns.start)
+        yield name, box
+        served = self._format_of(name)
+        if served and (own := _scales_that_begin(served.strategy, box)):
+            yield name + served.scale_suffix, own
+
+    @torch.no_grad()
+    def gather(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Yield what engines load, FP8 codes and scales or tensors as they are; collective.
+
+        Yields:
+            (name, whole tensor) on rank 0, (name, None) elsewhere; scales after their codes.
+
+        Raises:
+            CheckpointError: A weight that is quantised is NaN or infinite; on rank 0.
+        """
+        magnitudes = self.agreed_magnitudes()
+        for name in self._weights.names:
+            shards, spec = self._weights.main_shards(name), self._specs[name]
+            values, served = [shard.values.to(self._dtype(name)) for shard in shards], self._format_of(name)
+            if served is None:
+                yield name, self._weights.join(name, values, spec.shape, self._dtype(name))
+                continue
+            agreed = [self._agreed(shard, magnitudes) for shard in shards]
+            made = [served.quantize_part(v, s.corner, a) for v, s, a in zip(values, shards, agreed, strict=True)]
+            codes, scales = zip(*made, strict=True) if made else ((), ())
+            # No library of messages knows FP8.
+            octets = [part.view(torch.uint8) for part in codes]
+            whole = self._weights.join(name, octets, spec.shape, torch.uint8)
+            yield name, None if whole is None else whole.view(torch.float8_e4m3fn)
+            scale = self._weights.join(name, scales, self._scale_spec(name).shape, torch.float32, self._scales)
+            if scale is not None and not torch.isfinite(scale).all():
+                raise CheckpointError(f"{name}: holds NaN or infinity; weights must be finite to be quantised")
+            yield name + served.scale_suffix, scale
+
+    @torch.no_grad()
+    def agreed_magnitudes(self) -> Magnitudes:
+        """Return the magnitudes behind scales that several shards share, for the current weights; collective.
+
+        Raises:
+            CheckpointError: A part of such a tensor is NaN or infinite on any rank; on all ranks alike.
+        """
+        if not self._agreed_on:
+            return {}
+        shapes = [self._scale_spec(name).shape for name in self._agreed_on]
+        together = torch.zeros(sum(map(math.prod, shapes)), device=self.shards[0].values.device)
+        parts = together.split([math.prod(shape) for shape in shapes])
+        found = {n: part.view(s) for n, part, s in zip(self._agreed_on, parts, shapes, strict=True)}
+        for shard in (shard for shard in self.shards if shard.hf_name in found):
+            served = self._format_of(shard.hf_name)
+            assert served is not None, shard.hf_name
+            here = found[shard.hf_name][self._scales(shard.where)]
+            values = shard.values.to(self._dtype(shard.hf_name))
+            here.copy_(torch.maximum(here, served.magnitudes(values, shard.corner)))
+        together.copy_(largest_of_ranks(together))
+        if not are_finite(together):
+            wrong = [name for name, magnitudes in found.items() if not magnitudes.isfinite().all()]
+            names = ", ".join(wrong[:MAX_NAMED]) + (", ..." if wrong[MAX_NAMED:] else "")
+            remedy = "lower optimizer.lr or optimizer.clip_grad in a fork of the last good step (fork=RUN@STEP)"
+            raise CheckpointError(
+                f"{names}: holds NaN or infinity; weights must be finite to be quantised, so nothing was sent; {remedy}"
+            )
+        return {name: self._of_joined(name, found) for name in found}
+
+    def _of_joined(self, name: str, found: Magnitudes) -> torch.Tensor:
+        """Return a tensor's magnitudes, or with one scale for all those of the matrices that engines join with it."""
+        assert self._served is not None
+        joined = [found[other] for other in self._served.sharing_scale(name) if other in found]
+        return torch.stack(joined).amax(0) if joined else found[name]
+
+    def _shares_scales(self, shard: Shard) -> bool:
+        """Return whether a scale of a shard's may be another shard's as well."""
+        served = self._format_of(shard.hf_name)
+        if served is None:
+            return False
+        whole = self._specs[shard.hf_name].shape
+        if served.strategy != "block":
+            return served.strategy == "tensor" or shard.values.shape[1] < whole[1]
+        ends = [(axis.start, axis.stop, size) for axis, size in zip(shard.where, whole, strict=True)]
+        return any(start % BLOCK or (stop % BLOCK and stop < size) for start, stop, size in ends)
+
+    def _agreed(self, shard: Shard, magnitudes: Magnitudes) -> torch.Tensor | None:
+        agreed = magnitudes.get(shard.hf_name)
+        return None if agreed is None else agreed[self._scales(shard.where)]
+
+    def _scales(self, where: tuple[slice, ...]) -> tuple[slice, ...]:
+        """Return how to index a tensor's scales so as to get those of a part of it."""
+        rows, columns = where
+        strategy = self._served.strategy if self._served else ""
+        if strategy == "block":
+            return tuple(slice(axis.start // BLOCK, -(-axis.stop // BLOCK)) for axis in (rows, columns))
+        return (rows,) if strategy == "channel" else ()
+
+    def _scale_spec(self, name: str) -> TensorSpec:
+        served = self._format_of(name)
+        assert served is not None, name
+        return served.served_specs(name, self._specs[name])[name + served.scale_suffix]
+
+    def _format_of(self, name: str) -> Fp8Format | None:
+        return self._served if self._served and self._served.selection.includes(name, self._specs[name].shape) else None
+
+    def _dtype(self, name: str) -> torch.dtype:
+        return DTYPES[self._specs[name].dtype]
+
+
+def _part(name: str, corner: tuple[int, ...], values: torch.Tensor) -> ServedPart:
+    row, column = (0, 0, *corner)[-2:]
+    box = whole_box(values.shape)
+    return ServedPart(name, box._replace(row=row, column=column), values.reshape(box.rows, box.columns))
+
+
+def _scales_that_begin(strategy: str, box: Box) -> Box | None:
+    """Return which scales begin in a part of a matrix, of which each begins in one; None where none does."""
+    row, column, rows, columns = box
+    if strategy == "tensor":
+        return Box(0, 0, 1, 1) if row == column == 0 else None
+    if strategy == "channel":
+        return Box(row, 0, rows, 1) if column == 0 else None
+    top, left = -(-row // BLOCK), -(-column // BLOCK)
+    below, beside = -(-(row + rows) // BLOCK), -(-(column + columns) // BLOCK)
+    return Box(top, left, below - top, beside - left) if below > top and beside > left else None
+
+
+def served_part(
+    served: Fp8Format, values: torch.Tensor, corner: tuple[int, ...], magnitudes: torch.Tensor | None
+) -> torch.Tensor:
+    """Return what an engine computes with for a part of a matrix; see `Fp8Format.served_values`."""
+    return served.served_values(values, corner, magnitudes)

@@ -1,0 +1,236 @@
+"""The trainer's weights under Hub names, whatever the layout: gathered whole for the engines, or what a rank holds.
+
+Megatron's own sharded state tells where each local tensor lies in the whole (key, offset, shape); the table of
+parameter names tells which part of a whole is one Hub tensor. Nothing here knows about TP, EP or PP.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import astuple, dataclass
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+
+from posttrain.checkpoint.formats.safetensors_io import TensorSpec
+from posttrain.checkpoint.param_names import Placement, expected_tensors, to_megatron
+from posttrain.checkpoint.quantization.tiling import Box, intersect, slices_within
+from posttrain.config.schema import Architecture
+from posttrain.rl.megatron_backend.checkpoint import sharded_weights
+from posttrain.rl.megatron_backend.glm5.model import LogprobModel
+from posttrain.rl.megatron_backend.plain_data import gather_plain
+
+DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rectangular part of a Megatron tensor that one rank holds.
+
+    Args:
+        key: Name of the whole tensor.
+        offset: Where the part begins, per axis of the whole.
+        shape: Its extent, per axis of the whole.
+        rank: Who holds it.
+        is_main: One holder of each part speaks for it; the others are replicas.
+    """
+
+    key: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    rank: int
+    is_main: bool
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What one rank holds of a Hub tensor.
+
+    Args:
+        hf_name: Name on the Hub.
+        corner: Where it begins, in each axis of the Hub's tensor.
+        values: View into the parameter, as many axes: writing to it changes the model.
+        is_main: One holder of each part speaks for it; the others are replicas.
+    """
+
+    hf_name: str
+    corner: tuple[int, ...]
+    values: torch.Tensor
+    is_main: bool
+
+    @property
+    def where(self) -> tuple[slice, ...]:
+        """How to index the Hub's tensor so as to get it."""
+        return tuple(slice(start, start + size) for start, size in zip(self.corner, self.values.shape, strict=True))
+
+
+class HubWeights:
+    """The model's weights under Hub names; making it is collective.
+
+    Args:
+        chunks: This rank's part of the model.
+        architecture: Dimensions, for the table of names.
+    """
+
+    def __init__(self, chunks: Sequence[LogprobModel], architecture: Architecture):
+        self._local = _local_pieces(chunks)
+        everybody = itertools.chain(*gather_plain([astuple(piece) for piece in self._local]))
+        pieces = [Piece(key, tuple(offset), tuple(shape), *whose) for key, offset, shape, *whose in everybody]
+        keys, specs = {piece.key for piece in pieces}, expected_tensors(architecture)
+        placed = [placement for placement in to_megatron(architecture) if placement.key in keys]
+        nameless = keys - {placement.key for placement in placed}
+        assert not nameless, f"weights without a Hub name: {sorted(nameless)}"
+        self._specs = {placement.hf_name: specs[placement.hf_name] for placement in placed}
+        self._gathered = [*self._specs]
+        self._device = next(iter(self._local.values())).device
+        self._shards: dict[str, list[Shard]] = defaultdict(list)
+        for name, piece, in_piece, corner in _parts_of(placed, self._local):
+            values = self._local[piece][in_piece]
+            view = values[(0,) * (values.dim() - len(corner))]
+            self._shards[name].append(Shard(name, corner, view, piece.is_main))
+        self._placed, self._pieces = placed, pieces
+        # On rank 0, which parts others send, in the order in which each of them sends its own.
+        self._sources: dict[str, list[tuple[int, tuple[slice, ...]]]] = defaultdict(list)
+        if dist.get_rank() == 0:
+            others = [piece for piece in pieces if piece.is_main and piece.rank != 0]
+            for name, piece, where in _placed_parts(placed, others):
+                self._sources[name].append((piece.rank, where))
+
+    @property
+    def parts(self) -> dict[Piece, torch.Tensor]:
+        """What this rank holds, as views into the parameters."""
+        return self._local
+
+    @property
+    def names(self) -> list[str]:
+        """Hub names of everything that is gathered, in checkpoint order."""
+        return self._gathered
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """Shape and precision on the Hub of everything that a rank holds."""
+        return self._specs
+
+    @property
+    def shards(self) -> list[Shard]:
+        """What this rank holds of the Hub's tensors, in checkpoint order."""
+        return [*itertools.chain(*self._shards.values())]
+
+    @cached_property
+    def holders(self) -> dict[str, list[tuple[int, tuple[slice, ...]]]]:
+        """Who holds which part of a Hub tensor, replicas too: (rank, how to index the tensor), by name."""
+        found: dict[str, list[tuple[int, tuple[slice, ...]]]] = defaultdict(list)
+        for name, piece, where in _placed_parts(self._placed, self._pieces):
+            found[name].append((piece.rank, where))
+        return found
+
+    def leave_only(self, names: Set[str]) -> None:
+        """Gather no other tensors from now on; the same on all ranks."""
+        self._gathered = [name for name in self._gathered if name in names]
+
+    @torch.no_grad()
+    def gather(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Yield (name, whole tensor) on rank 0, (name, None) elsewhere; collective.
+
+        Args:
+            dtype: Precision; by default that of the Hub checkpoint, which may differ from tensor to tensor.
+        """
+        for name in self._gathered:
+            spec = self._specs[name]
+            width = dtype or DTYPES[spec.dtype]
+            parts = [shard.values.to(width) for shard in self.main_shards(name)]
+            yield name, self.join(name, parts, spec.shape, width)
+
+    def main_shards(self, name: str) -> list[Shard]:
+        """Return what this rank speaks for of a tensor."""
+        return [shard for shard in self._shards.get(name, ()) if shard.is_main]
+
+    def join(
+        self,
+        name: str,
+        parts: Sequence[torch.Tensor],
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        place: Callable[[tuple[slice, ...]], tuple[slice, ...]] = lambda where: where,
+    ) -> torch.Tensor | None:
+        """Return the whole of what ranks have made of their parts of a tensor on rank 0, None elsewhere; collective.
+
+        Args:
+            name: Name of the tensor on the Hub.
+            parts: Made of each of `main_shards`.
+            shape: Of the whole.
+            dtype: Of the parts.
+            place: Where a part of the tensor lies in the whole.
+        """
+        if dist.get_rank() != 0:
+            for part in parts:
+                dist.send(part.contiguous(), dst=0)
+            return None
+        whole = torch.empty(tuple(shape), dtype=dtype, device=self._device)
+        for shard, part in zip(self.main_shards(name), parts, strict=True):
+            whole[place(shard.where)] = part
+        for rank, where in self._sources[name]:
+            received = torch.empty_like(whole[place(where)], memory_format=torch.contiguous_format)
+            dist.recv(received, src=rank)
+            whole[place(where)] = received
+        return whole
+
+
+Parts = Iterator[tuple[str, Piece, tuple[slice, ...], tuple[int, ...]]]
+
+
+def _parts_of(placed: Sequence[Placement], pieces: Iterable[Piece]) -> Parts:
+    """Yield (Hub name, piece, slices of the piece, where in the Hub's tensor they begin), in checkpoint order.
+
+    Pieces are found by the first index of stacked tensors: a layer's experts are hundreds of tensors in one.
+    """
+    stacked = {placement.key for placement in placed if placement.num_stack_axes}
+    found: dict[tuple[str, int], list[Piece]] = defaultdict(list)
+    for piece in pieces:
+        first = range(piece.offset[0], piece.offset[0] + piece.shape[0]) if piece.key in stacked else (0,)
+        for index in first:
+            found[piece.key, index].append(piece)
+    for placement in placed:
+        for box, rows in placement.chunks:
+            for piece in found.get((placement.key, box[0][0] if placement.key in stacked else 0), ()):
+                if overlap := _overlap(piece, box):
+                    in_piece, in_chunk = overlap
+                    first_axis, *others = in_chunk[placement.num_stack_axes :]
+                    corner = (rows.start + first_axis.start, *(axis.start for axis in others))
+                    yield placement.hf_name, piece, in_piece, corner
+
+
+def _placed_parts(
+    placed: Sequence[Placement], pieces: Iterable[Piece]
+) -> Iterator[tuple[str, Piece, tuple[slice, ...]]]:
+    """Yield (Hub name, piece, how to index the Hub's tensor so as to get what the piece has of it)."""
+    for name, piece, in_piece, corner in _parts_of(placed, pieces):
+        sizes = (axis.stop - axis.start for axis in in_piece[len(in_piece) - len(corner) :])
+        yield name, piece, tuple(slice(start, start + size) for start, size in zip(corner, sizes, strict=True))
+
+
+def _local_pieces(chunks: Sequence[LogprobModel]) -> dict[Piece, torch.Tensor]:
+    """Return this rank's parts as views into the parameters: writing to them changes the model."""
+    state = sharded_weights(chunks)
+    apply_factories(state)
+    pieces = {}
+    for tensor in nested_values(state):
+        assert isinstance(tensor, ShardedTensor), f"not a plain shard: {tensor}"
+        assert tensor.data is not None, f"no data: {tensor}"
+        shape = (1,) * tensor.prepend_axis_num + tuple(tensor.local_shape)
+        is_main = set(tensor.replica_id if isinstance(tensor.replica_id, tuple) else (tensor.replica_id,)) == {0}
+        piece = Piece(tensor.key, tuple(tensor.global_offset), shape, dist.get_rank(), is_main)
+        pieces[piece] = tensor.data.detach().view(shape)
+    return pieces
+
+
+def _overlap(piece: Piece, box: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """Return where piece and box meet, as slices into each; None where they do not."""
+    held = (piece.offset, piece.shape)
+    shared = intersect(held, box)
+    return (slices_within(shared, held), slices_within(shared, box)) if shared else None

@@ -1,0 +1,64 @@
+"""The built-in graders by name. Pure Python, and nothing of the model's text is ever evaluated as code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from posttrain.rl.reward import mathematics, shape, task, text
+from posttrain.rl.reward.answer import Answer, Grade
+from posttrain.rl.reward.shape import ShapeSettings
+
+
+@dataclass(frozen=True)
+class Grader:
+    """A built-in grader.
+
+    Args:
+        function: An answer to its score; None where it does not apply.
+        needs_label: It says nothing about an answer without one.
+        is_instant: It cannot hang, so it needs no process of its own.
+    """
+
+    function: Callable[[Answer, ShapeSettings], float | None]
+    needs_label: bool = True
+    is_instant: bool = False
+
+
+def _plain(function: Callable[[Answer], float]) -> Callable[[Answer, ShapeSettings], float]:
+    return lambda answer, settings: function(answer)
+
+
+GRADERS: Mapping[str, Grader] = {
+    "exact_match": Grader(_plain(text.exact_match), is_instant=True),
+    "choice": Grader(_plain(text.choice), is_instant=True),
+    "f1": Grader(_plain(text.f1), is_instant=True),
+    **{name: Grader(_plain(partial(mathematics.score, name))) for name in mathematics.CONVENTIONS},
+    "format": Grader(shape.format_tags, needs_label=False),
+    "length": Grader(shape.length, needs_label=False, is_instant=True),
+    "overlong": Grader(shape.overlong, needs_label=False, is_instant=True),
+    "repetition": Grader(shape.repetition, needs_label=False, is_instant=True),
+    "reasoning_gym": Grader(task.reasoning_gym),
+}
+
+
+def grade(name: str, answer: Answer, settings: ShapeSettings | None = None) -> Grade:
+    """Return the grade of an answer.
+
+    Args:
+        name: Of a built-in grader, a key of `GRADERS`.
+        answer: To be graded.
+        settings: Of the graders of form; their defaults unless given.
+
+    Returns:
+        A score of None where the grader needs a label and the answer has none.
+
+    Raises:
+        KeyError: For a name that is none.
+        ValueError: For a label that the grader cannot read.
+    """
+    grader = GRADERS[name]
+    if grader.needs_label and answer.label is None:
+        return Grade(None)
+    return Grade(grader.function(answer, settings or ShapeSettings()))

@@ -1,0 +1,139 @@
+"""One call of a grader: what it is asked, and what of its answer is a grade."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain.config.reward_sum import MAX_NUMBER, is_usable
+from posttrain.errors import one_line
+from posttrain.rl.reward.answer import Answer, Failure, Grade
+
+Grades = tuple[Grade, ...]
+
+# Of one answer: every name is a chart.
+MAX_METRICS, MAX_NAME_CHARACTERS = 100, 200
+MAX_REASON_CHARACTERS, MAX_SHOWN_CHARACTERS = 1000, 80
+_LIBRARY = Path(__file__).resolve().parents[2]
+NUMBERS = f"a number between {-MAX_NUMBER:.1e} and {MAX_NUMBER:.1e}, which FP32 can hold"
+
+
+@dataclass(frozen=True)
+class Job:
+    """Answers that one call of a grader grades.
+
+    Args:
+        grader: Answers to a grade each; another process can import it.
+        answers: One, or those of a group.
+        is_instant: It cannot hang: it runs where it is called, without a process in between.
+        source: The user's file in which the grader is defined; "" for a built-in one.
+    """
+
+    grader: Callable[[tuple[Answer, ...]], Grades]
+    answers: tuple[Answer, ...]
+    is_instant: bool = False
+    source: str = ""
+
+
+def grade_job(job: Job) -> Grades | Failure:
+    """Return the grades of a job's answers, or what its grader raised.
+
+    Raises:
+        MemoryError: There was not enough.
+    """
+    try:
+        grades = tuple(job.grader(job.answers))
+        if len(grades) != len(job.answers):
+            raise ValueError(f"{len(grades)} grades for {len(job.answers)} answers")
+        return tuple(checked(grade, answer) for grade, answer in zip(grades, job.answers, strict=True))
+    except MemoryError:
+        raise
+    except Exception as error:
+        return Failure("error", reason_of(error, job.source))
+
+
+def checked(grade: Grade, answer: Answer) -> Grade:
+    """Return a grade of plain floats: what else a function returns might not reach another process.
+
+    Raises:
+        ValueError: A number cannot be used, or there are too many; names it and the answer.
+    """
+    score = None if grade.score is None else float(grade.score)
+    if score is not None and not is_usable(score):
+        raise ValueError(f"a score of {score:g} for {_shown(answer)}; expected None or {NUMBERS}: scale or clip it")
+    return Grade(score, checked_metrics(grade.parts))
+
+
+def checked_metrics(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return a grade's further numbers as plain floats.
+
+    Raises:
+        ValueError: There are too many, a name is too long, or a number cannot be used.
+    """
+    if len(values) > MAX_METRICS:
+        raise ValueError(f"{len(values)} metrics for one answer; at most {MAX_METRICS} are kept: give fewer names")
+    found = {}
+    for name, value in values.items():
+        if len(str(name)) > MAX_NAME_CHARACTERS:
+            raise ValueError(f"a metric's name has {len(str(name))} characters; at most {MAX_NAME_CHARACTERS} are kept")
+        found[str(name)] = checked_metric(name, value)
+    return found
+
+
+def checked_metric(name: object, value: Any) -> float:
+    """Return a further number as a plain float.
+
+    Raises:
+        ValueError: It cannot be used; names it.
+    """
+    number = float(value)
+    if not is_usable(number):
+        raise ValueError(f"metric {str(name)[:MAX_NAME_CHARACTERS]!r} is {number:g}; expected {NUMBERS}: leave it out")
+    return number
+
+
+def _shown(answer: Answer) -> str:
+    more = "..." if len(answer.text) > MAX_SHOWN_CHARACTERS else ""
+    return f"the response {answer.text[:MAX_SHOWN_CHARACTERS]!r}{more}"
+
+
+def reason_of(error: BaseException, source: str = "") -> str:
+    """Return an exception in one line of bounded length, with the place in the user's code that raised it.
+
+    Args:
+        error: As it was caught.
+        source: The user's file; "" shows the innermost place, whoever's it is.
+
+    Example:
+        "KeyError: 'gold' (rewards.py:12, in score)"
+    """
+    text = "it cannot be shown"
+    # Its text is the user's code, too.
+    with contextlib.suppress(Exception):
+        text = str(error)
+    if len(text) > MAX_REASON_CHARACTERS:
+        text = f"{text[:MAX_REASON_CHARACTERS]}... ({len(text)} characters)"
+    place = _place(error, source)
+    return f"{type(error).__name__[:MAX_SHOWN_CHARACTERS]}: {one_line(text)}{f' ({place})' if place else ''}"
+
+
+def _place(error: BaseException, source: str) -> str:
+    """Return the innermost line of the user's code on the way to an exception; "" where none is."""
+    if not source:
+        return ""
+    frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    folder = str(Path(source).resolve().parent)
+    near = [(code, line) for code, line in frames if _is_beside(code.co_filename, folder)]
+    return next((f"{code.co_filename}:{line}, in {code.co_name}" for code, line in reversed(near)), "")
+
+
+def _is_beside(file: str, folder: str) -> bool:
+    if file.startswith("<"):  # a text that was executed
+        return False
+    path = Path(file).resolve()
+    is_installed = bool({"site-packages", "dist-packages"} & {*path.parts})
+    return path.is_relative_to(folder) and not is_installed and not path.is_relative_to(_LIBRARY)

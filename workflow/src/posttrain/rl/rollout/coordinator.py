@@ -1,0 +1,232 @@
+"""Prompts to graded sample groups: asks the engines, grades, persists. Runs on rank 0 of the trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from posttrain.config.derived import token_budget
+from posttrain.config.schema import Config
+from posttrain.errors import ConfigError, Problem
+from posttrain.rl.data.chat import ChatTokenizer
+from posttrain.rl.data.mixture import PromptMix
+from posttrain.rl.engines.calls import EngineError
+from posttrain.rl.engines.client import EngineClient, GenerateRequest, GenerateResult
+from posttrain.rl.engines.routes import RoutesLayout
+from posttrain.rl.engines.sampling_seed import sampling_seed
+from posttrain.rl.reward.graders import GraderPool
+from posttrain.rl.reward.scoring import Scored, Scorer, check_failures
+from posttrain.rl.rollout.response_text import answer_of
+from posttrain.rl.rollout.rollout_store import RolloutStore
+from posttrain.types import Prompt, Routes, Sample, SampleGroup
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RolloutResult:
+    """The groups of one step.
+
+    Args:
+        groups: In prompt order.
+        num_replayed: Groups that an earlier attempt had finished.
+    """
+
+    groups: list[SampleGroup]
+    num_replayed: int
+
+
+class RolloutCoordinator:
+    """Makes the rollout of a step.
+
+    Args:
+        config: The resolved configuration.
+        prompts: The training prompts; their order is a function of the seed.
+        tokenizer: Renders prompts and decodes responses.
+        client: Speaks to the engines.
+        store: Finished chunks of this run.
+        graders: Grade responses.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        prompts: Sequence[Prompt],
+        tokenizer: ChatTokenizer,
+        client: EngineClient,
+        store: RolloutStore,
+        graders: GraderPool,
+    ):
+        self._config, self._tokenizer = config, tokenizer
+        self._client, self._store, self._scorer = client, store, Scorer(config, graders)
+        self._mix = PromptMix(prompts, config.data)
+        has_routes = config.algorithm.routing_replay
+        self._routes = RoutesLayout.of(config.model.architecture) if has_routes else None
+
+    async def collect(self, step: int) -> RolloutResult:
+        """Return the groups of a step: replayed where they are on disk, generated where they are not.
+
+        Args:
+            step: From 0; decides prompts and seeds.
+
+        Raises:
+            EngineError: One has failed; what the others have answered is on disk.
+        """
+        chunks = self._chunks(step)
+        results = await _all_of([self._chunk(step, number, prompts) for number, prompts in enumerate(chunks)])
+        groups = [group for groups, _ in results for group in groups]
+        failures = [sample.failure for group in groups for sample in group.samples]
+        check_failures(failures, self._config.reward.max_failure_share)
+        for number, (of_chunk, is_replayed) in enumerate(results):
+            if not is_replayed and _has_failures(of_chunk):
+                self._store.write(step, number, of_chunk)
+        return RolloutResult(groups, sum(len(of_chunk) for of_chunk, is_replayed in results if is_replayed))
+
+    def _chunks(self, step: int) -> list[list[Prompt]]:
+        """Cut the prompts of a step into the groups of each request."""
+        count = self._config.rollout.rollout_batch_size
+        prompts = self._mix.take(step * count, count)
+        size = self._config.engine.groups_per_request
+        return [prompts[start : start + size] for start in range(0, count, size)]
+
+    async def _chunk(self, step: int, number: int, prompts: list[Prompt]) -> tuple[list[SampleGroup], bool]:
+        """Return the groups of a chunk, and whether they were on disk."""
+        finished = self._store.read(step, number)
+        if finished is not None and self._answers(finished, prompts, step, number):
+            return finished, True
+        first = number * self._config.engine.groups_per_request
+        requests = [r for place, prompt in enumerate(prompts, first) for r in self._requests(step, place, prompt)]
+        answers = await self._client.generate(requests, request_number=number)
+        check_versions(step, answers)
+        routes = self._store.write_routes(step, number, [a.routes for a in answers if a.routes is not None])
+        groups = await self._grade(prompts, requests, answers, routes or [None] * len(answers))
+        # Where graders failed, the whole step decides whether that is too often: what is stored is not graded again.
+        if not _has_failures(groups):
+            self._store.write(step, number, groups)
+        return groups, False
+
+    def _answers(self, groups: list[SampleGroup], prompts: list[Prompt], step: int, number: int) -> bool:
+        """Return whether a finished chunk has these prompts: another request size cuts the step differently."""
+        wanted = [(_kept(prompt), self._config.rollout.num_samples_per_prompt) for prompt in prompts]
+        found = [(group.prompt, len(group.samples)) for group in groups]
+        if found != wanted:
+            log.warning("step %d, chunk %d: made with other settings, generated again", step, number)
+        return found == wanted
+
+    def _requests(self, step: int, place: int, prompt: Prompt) -> list[GenerateRequest]:
+        """Return one request per sample; seeds follow from the prompt's place in the step, which is unique there."""
+        rollout, tokens = self._config.rollout, self._tokenizer.render(prompt.messages, prompt.tools)
+        longest = longest_response(self._config, prompt.prompt_id, len(tokens))
+        return [
+            GenerateRequest(
+                input_ids=tuple(tokens),
+                sampling_seed=sampling_seed(self._config.training.seed, step, place, index),
+                max_new_tokens=longest,
+                temperature=rollout.temperature,
+                routes=self._routes,
+            )
+            for index in range(rollout.num_samples_per_prompt)
+        ]
+
+    async def _grade(
+        self,
+        prompts: list[Prompt],
+        requests: list[GenerateRequest],
+        answers: list[GenerateResult],
+        routes: Sequence[Routes | None],
+    ) -> list[SampleGroup]:
+        size = self._config.rollout.num_samples_per_prompt
+        graded = [answer_of(prompts[i // size], self._tokenizer, answers[i]) for i in range(len(answers))]
+        scored = await self._scorer.score([graded[start : start + size] for start in range(0, len(graded), size)])
+        samples = [
+            _sample(prompts[i // size], i % size, requests[i], answers[i], scored[i // size][i % size], routes[i])
+            for i in range(len(requests))
+        ]
+        cut = [tuple(samples[start : start + size]) for start in range(0, len(samples), size)]
+        return [SampleGroup(_kept(prompt), of_prompt) for prompt, of_prompt in zip(prompts, cut, strict=True)]
+
+
+async def _all_of(chunks: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return all results. Where an engine fails, the others answer first; anything else is raised at once."""
+
+    async def answered(chunk: Coroutine[Any, Any, T]) -> T | EngineError:
+        try:
+            return await chunk
+        except EngineError as error:
+            return error
+
+    results = await asyncio.gather(*map(answered, chunks))
+    for result in results:
+        if isinstance(result, EngineError):
+            raise result
+    return [result for result in results if not isinstance(result, EngineError)]
+
+
+def _has_failures(groups: Sequence[SampleGroup]) -> bool:
+    return any(sample.failure for group in groups for sample in group.samples)
+
+
+def _kept(prompt: Prompt) -> Prompt:
+    """Return a prompt as it is stored with its samples: without columns, which only graders need and may be large."""
+    return dataclasses.replace(prompt, columns={})
+
+
+def longest_response(config: Config, prompt_id: int, num_prompt_tokens: int) -> int:
+    """Return the maximum response tokens for a prompt, so that both together fit into the trainer's context.
+
+    Args:
+        config: The resolved configuration.
+        prompt_id: Names the prompt where it is refused.
+        num_prompt_tokens: Its length.
+
+    Raises:
+        ConfigError: The prompt is longer than `rollout.max_prompt_tokens`, or leaves no token to a response.
+    """
+    rollout, found = config.rollout, f"prompt {prompt_id} has {num_prompt_tokens} tokens"
+    if 0 < rollout.max_prompt_tokens < num_prompt_tokens:
+        remedy = "raise it, or leave the prompt out of the data"
+        raise ConfigError([Problem("rollout.max_prompt_tokens", str(rollout.max_prompt_tokens), found, remedy)])
+    if rollout.overlong_samples != "cut":
+        return rollout.max_response_tokens
+    left = token_budget(config) - num_prompt_tokens
+    if left < 1:
+        key, budget = "trainer.max_tokens_per_gpu", str(config.trainer.max_tokens_per_gpu)
+        allowed = f"more than a prompt with rollout.overlong_samples=cut; {found}"
+        raise ConfigError([Problem(key, budget, allowed, "raise the budget, or leave the prompt out of the data")])
+    return min(rollout.max_response_tokens, left)
+
+
+def _sample(
+    prompt: Prompt, index: int, request: GenerateRequest, answer: GenerateResult, scored: Scored, routes: Routes | None
+) -> Sample:
+    assert answer.logprobs, f"the engine sampled {len(answer.output_ids)} tokens without their log-probabilities"
+    return Sample(
+        prompt_id=prompt.prompt_id,
+        sample_index=index,
+        prompt_tokens=tuple(request.input_ids),
+        response_tokens=tuple(answer.output_ids),
+        rollout_logprobs=tuple(answer.logprobs),
+        finish_reason=answer.finish_reason,
+        weight_version=answer.weight_version,
+        reward=scored.reward,
+        scores=scored.scores,
+        parts=scored.parts,
+        failure=scored.failure,
+        routes=routes,
+    )
+
+
+def check_versions(step: int, answers: Sequence[GenerateResult]) -> None:
+    """Reject samples from any weight version but the step's: a restarted engine would serve the initial ones."""
+    expected = (None, 0) if step == 0 else (step,)
+    wrong = {answer.weight_version for answer in answers} - set(expected)
+    if wrong:
+        raise RuntimeError(
+            f"engine served weight version {sorted(map(str, wrong))} in step {step}; expected {expected}"
+        )

@@ -1,0 +1,110 @@
+"""Stores finished sample groups on disk, so that a crash loses none.
+
+A rollout is split into chunks of groups, always the same way. A finished chunk is one file, written durably; after a
+crash the chunks that are there are replayed and the others are asked for again, in the same composition: the engine
+batches a request as a whole, so the composition decides the bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from posttrain import store
+from posttrain.errors import CheckpointError
+from posttrain.rl.batching.stored_routes import open_routes
+from posttrain.types import Routes, Sample, SampleGroup
+
+
+class RolloutStore:
+    """The rollouts of a training run.
+
+    Args:
+        folder: `train/rollouts`.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+
+    def read(self, step: int, chunk: int) -> list[SampleGroup] | None:
+        """Return the groups of a finished chunk, None where it is not there.
+
+        Raises:
+            CheckpointError: When the file is damaged.
+        """
+        path = self._path(step, chunk)
+        if not path.exists():
+            return None
+        try:
+            groups = [SampleGroup.from_dict(row) for row in store.read_json(path)]
+            return [_with_routes(group, path.parent) for group in groups]
+        except (ValueError, KeyError, TypeError, CheckpointError) as error:
+            raise CheckpointError(f"{path}: not a rollout ({error}); delete it and run again") from error
+
+    def read_step(self, step: int, num_groups: int) -> list[SampleGroup]:
+        """Return all groups of a step.
+
+        Raises:
+            CheckpointError: Some are not there, or damaged.
+        """
+        folder = self._path(step, 0).parent
+        chunks = [self.read(step, number) or [] for number, _ in enumerate(folder.glob("chunk_*.json"))]
+        groups = [group for chunk in chunks for group in chunk]
+        if len(groups) != num_groups:
+            remedy = "logging.keep_rollouts=true keeps those of steps to come"
+            raise CheckpointError(f"{folder}: {len(groups)} of {num_groups} groups are there; {remedy}")
+        return groups
+
+    def write(self, step: int, chunk: int, groups: list[SampleGroup]) -> None:
+        """Persist a finished chunk durably."""
+        rows = [group.as_dict() for group in groups]
+        store.write_text(self._path(step, chunk), json.dumps(rows, allow_nan=False) + "\n")
+
+    def write_routes(self, step: int, chunk: int, routes: Sequence[np.ndarray]) -> list[Routes]:
+        """Persist where the tokens of a chunk's samples went, before the chunk that refers to it.
+
+        Args:
+            step: From 0.
+            chunk: Its number.
+            routes: Of each sample [tokens, layers, experts of a token]; none where nobody asked.
+        """
+        if not routes:
+            return []
+        path, found, offset = self._path(step, chunk).with_suffix(".routes"), [], 0
+        # Layers first: a pipeline stage reads its own.
+        rows = [np.ascontiguousarray(of_sample.transpose(1, 0, 2)) for of_sample in routes]
+        for row in rows:
+            shape = (row.shape[0], row.shape[1], row.shape[2])
+            found.append(Routes(str(path), offset, shape, row.dtype.name, xxhash.xxh3_64_hexdigest(row.data)))
+            offset += row.nbytes
+        store.write_atomic(path, lambda file: file.writelines(row.data for row in rows))
+        return found
+
+    def forget_before(self, step: int) -> None:
+        """Delete rollouts of steps that a committed checkpoint has made superfluous."""
+        for folder in self._folder.glob("step_*"):
+            if int(folder.name.removeprefix("step_")) < step:
+                shutil.rmtree(folder)
+
+    def _path(self, step: int, chunk: int) -> Path:
+        return self._folder / f"step_{step:06d}" / f"chunk_{chunk:04d}.json"
+
+
+def _with_routes(group: SampleGroup, folder: Path) -> SampleGroup:
+    """Return a group whose routes are what was written, at their place of today: a run's folder may have moved."""
+    return dataclasses.replace(group, samples=tuple(_looked_at(sample, folder) for sample in group.samples))
+
+
+def _looked_at(sample: Sample, folder: Path) -> Sample:
+    if not sample.routes:
+        return sample
+    routes = dataclasses.replace(sample.routes, file=str(folder / Path(sample.routes.file).name))
+    if xxhash.xxh3_64_hexdigest(open_routes(routes).data) != routes.digest:
+        raise ValueError(f"{routes.file} is damaged")
+    return dataclasses.replace(sample, routes=routes)

@@ -1,0 +1,144 @@
+"""Sources of the samples of a step."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol, TypeVar
+
+from posttrain.report.rank_progress import (
+    ROLLOUT,
+    SHARE_ROLLOUT,
+    keep_reporting,
+    name_silent,
+    report_progress,
+)
+from posttrain.rl.engines.calls import EngineError
+from posttrain.rl.engines.client import EngineClient
+from posttrain.rl.rollout.broadcast import as_plain, from_plain
+from posttrain.rl.rollout.coordinator import RolloutResult
+from posttrain.rl.rollout.rollout_store import RolloutStore
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+# Of one step: an engine that fails for what it is asked would fail for ever.
+MOST_RECOVERIES = 3
+
+
+class RolloutSource(Protocol):
+    """What the loop asks for samples; every rank has one and calls it at the same points."""
+
+    def wait_ready(self, step: int | None = None) -> None:
+        """Return when samples can be had; within a step, from 0, where engines start again."""
+
+    def collect(self, step: int, recover: Callable[[str], None]) -> RolloutResult:
+        """Return the rollout of a step, the same on every rank.
+
+        Args:
+            step: From 0.
+            recover: Called on every rank, with what has happened, to bring back an engine that has failed.
+
+        Raises:
+            EngineError: That did not help.
+        """
+
+
+class RolloutMaker(Protocol):
+    """What makes the rollout of a step, on rank 0."""
+
+    async def collect(self, step: int) -> RolloutResult:
+        """Return the groups of a step, from 0."""
+
+
+class SynchronousSource:
+    """Samples made while the trainer waits: of exactly the present weights, by engines, or given ones.
+
+    Args:
+        runner: Event loop for everything that talks to engines.
+        share: Hands JSON types from rank 0 to all ranks; None where there is one.
+        start_timeout_seconds: Engines must be ready within this.
+        client: The engines, on rank 0; None elsewhere, and where there are none.
+        maker: Makes rollouts, on rank 0; None elsewhere.
+    """
+
+    def __init__(
+        self,
+        runner: asyncio.Runner,
+        share: Callable[[Any], Any] | None,
+        start_timeout_seconds: float,
+        client: EngineClient | None,
+        maker: RolloutMaker | None,
+    ):
+        self._runner, self._share, self._start_timeout_seconds = runner, share, start_timeout_seconds
+        self._client, self._maker = client, maker
+
+    def wait_ready(self, step: int | None = None) -> None:
+        """Return when engines answer: they have been loading while the trainer did."""
+        if self._client:
+            started, tell = time.perf_counter(), None if step is None else name_silent
+            ready = self._client.wait_ready(self._start_timeout_seconds, tell_silent=tell)
+            self._runner.run(ready if step is None else _alive(ready, step))
+            log.info("the trainer has its weights; engines were ready %.1f s later", time.perf_counter() - started)
+
+    def collect(self, step: int, recover: Callable[[str], None]) -> RolloutResult:
+        """See `RolloutSource`. Groups that are on disk by then are not asked for again."""
+        for num_recovered in itertools.count():
+            rollout, failure = self._try(step)
+            if not failure:
+                assert rollout is not None
+                return rollout
+            if num_recovered == MOST_RECOVERIES:
+                raise EngineError(f"{failure}; engines failed {num_recovered + 1} times in step {step + 1}")
+            recover(failure)
+        raise AssertionError("unreachable")
+
+    def _try(self, step: int) -> tuple[RolloutResult | None, str]:
+        """Return the rollout, or which engine has failed, on every rank alike."""
+        rollout, failure = None, ""
+        try:
+            rollout = self._runner.run(_alive(self._maker.collect(step), step)) if self._maker else None
+        except EngineError as error:
+            failure = str(error)
+        if rollout:
+            report_progress(step, SHARE_ROLLOUT)
+        if self._share:
+            content, failure = self._share([rollout and as_plain(rollout), failure])
+            rollout = rollout or (from_plain(content) if content else None)
+        return rollout, failure
+
+
+class StoredSource:
+    """Replays rollouts from disk; every rank reads all of them and no engine is asked.
+
+    Args:
+        store: Where they are.
+        num_groups: Of a step.
+    """
+
+    def __init__(self, store: RolloutStore, num_groups: int):
+        self._store, self._num_groups = store, num_groups
+
+    def wait_ready(self, step: int | None = None) -> None:
+        """Return at once."""
+
+    def collect(self, step: int, recover: Callable[[str], None]) -> RolloutResult:
+        """See `RolloutSource`.
+
+        Raises:
+            CheckpointError: The step has no whole rollout.
+        """
+        groups = self._store.read_step(step, self._num_groups)
+        return RolloutResult(groups, num_replayed=len(groups))
+
+
+async def _alive(work: Coroutine[Any, Any, T], step: int) -> T:
+    """Do something that engines take part in, and say meanwhile that this rank lives."""
+    alive = asyncio.create_task(keep_reporting(step, ROLLOUT))
+    try:
+        return await work
+    finally:
+        alive.cancel()

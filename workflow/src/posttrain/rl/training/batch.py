@@ -1,0 +1,162 @@
+"""From the graded groups of a rollout to the packed micro-batches of each optimizer update.
+
+Every rank computes the same plan from the same groups, and builds the micro-batches of its own data-parallel rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from posttrain.config.derived import data_parallel_size, micro_batch_multiple, token_budget
+from posttrain.config.schema import Config
+from posttrain.plan.timing.flops import sequence_flops
+from posttrain.rl.algorithm.objective import Needs, Objective, TokenBatch
+from posttrain.rl.batching.packed_batch import PackedBatch, build_packed_batch
+from posttrain.rl.batching.packing import pack
+from posttrain.rl.megatron_backend.train_step import TrainingMicroBatch
+from posttrain.types import Sample, SampleGroup
+
+
+@dataclass(frozen=True)
+class Update:
+    """One optimizer update as one data-parallel rank sees it.
+
+    Args:
+        samples: The whole global batch, in rollout order.
+        batches: This rank's micro-batches; their sample indices count in `samples`.
+        num_micro_batches: Of all data-parallel ranks together.
+        advantages: [len(samples)] fp32.
+        weights: [len(samples)] fp32, the weight of each response token of a sample in the loss.
+        old_logprobs: [T] per micro-batch on ranks that see log-probabilities; empty before they are computed.
+    """
+
+    samples: tuple[Sample, ...]
+    batches: tuple[PackedBatch, ...]
+    num_micro_batches: int
+    advantages: torch.Tensor
+    weights: torch.Tensor
+    old_logprobs: tuple[torch.Tensor, ...] = ()
+
+    def with_old_logprobs(self, old_logprobs: Sequence[torch.Tensor]) -> Update:
+        """Return the update with the log-probabilities before it."""
+        return replace(self, old_logprobs=tuple(old_logprobs))
+
+    @property
+    def has_signal(self) -> bool:
+        """An advantage is not zero: some token is to become more likely, or less."""
+        return bool(self.advantages.any())
+
+    def micro_batches(self, needs: Needs) -> list[TrainingMicroBatch]:
+        """Return what the trainer's schedule consumes, with the log-probabilities that the objective needs."""
+        old = self.old_logprobs or (None,) * len(self.batches)
+        return [
+            TrainingMicroBatch(
+                batch,
+                TokenBatch(
+                    lengths=batch.lengths,
+                    is_response=batch.loss_mask > 0,
+                    advantages=batch.spread(self.advantages),
+                    weights=batch.spread(self.weights),
+                    old_logprobs=logprobs if needs.old_logprobs else None,
+                    engine_logprobs=self._engine_logprobs(batch) if needs.engine_logprobs else None,
+                ),
+            )
+            for batch, logprobs in zip(self.batches, old, strict=True)
+        ]
+
+    def _engine_logprobs(self, batch: PackedBatch) -> torch.Tensor:
+        """Return the engine's log-probability at each response token of a row [T], 0 elsewhere."""
+        row = torch.zeros(len(batch.tokens))
+        values = [value for index in batch.sample_indices for value in self.samples[index].rollout_logprobs]
+        row[batch.loss_mask > 0] = torch.tensor(values)
+        return row
+
+
+def make_updates(config: Config, objective: Objective, groups: Sequence[SampleGroup], dp_rank: int) -> list[Update]:
+    """Cut a rollout into optimizer updates and pack each for one data-parallel rank.
+
+    Args:
+        config: The resolved configuration.
+        objective: What is trained.
+        groups: The rollout, in prompt order.
+        dp_rank: The rank that the micro-batches are for.
+    """
+    advantages = objective.advantages(groups)
+    samples = [sample for group in groups for sample in group.samples]
+    size = config.training.global_batch_size
+    return [
+        _make_update(config, objective, samples[start : start + size], advantages[start : start + size], dp_rank)
+        for start in range(0, len(samples), size)
+    ]
+
+
+def _make_update(
+    config: Config, objective: Objective, samples: list[Sample], advantages: torch.Tensor, dp_rank: int
+) -> Update:
+    batches, plan = pack_samples(config, samples, dp_rank)
+    return Update(
+        samples=tuple(samples),
+        batches=tuple(batches),
+        num_micro_batches=sum(len(batches) for batches in plan),
+        advantages=advantages,
+        weights=objective.token_weights(
+            [len(sample.response_tokens) for sample in samples],
+            [indices for micro_batches in plan for indices in micro_batches if indices],
+        ),
+    )
+
+
+def pack_samples(
+    config: Config, samples: Sequence[Sample], dp_rank: int
+) -> tuple[list[PackedBatch], list[list[list[int]]]]:
+    """Pack samples into micro-batches, as many on every data-parallel rank.
+
+    Args:
+        config: The resolved configuration.
+        samples: Any.
+        dp_rank: The rank that the micro-batches are for.
+
+    Returns:
+        Those, and the plan: the places of the samples in each micro-batch of each rank.
+    """
+    multiple, sequence_multiple = row_multiples(config)
+    plan = plan_rows(config, [sample.num_tokens for sample in samples])
+    return [build_packed_batch(samples, indices, multiple, sequence_multiple) for indices in plan[dp_rank]], plan
+
+
+def plan_rows(config: Config, num_tokens: Sequence[int]) -> list[list[list[int]]]:
+    """Return the places of samples of so many tokens in each micro-batch of each data-parallel rank."""
+    multiple, sequence_multiple = row_multiples(config)
+    lengths = [-(-count // sequence_multiple) * sequence_multiple for count in num_tokens]
+    # Rounded down, so that a padded row keeps the budget too.
+    budget = token_budget(config) // multiple * multiple
+    costs, ranks = sample_costs(config, lengths), data_parallel_size(config)
+    return pack(lengths, costs, budget, ranks, micro_batch_multiple(config))
+
+
+def sample_costs(config: Config, lengths: Sequence[int]) -> list[float]:
+    """Return the floating-point operations of training on sequences of such lengths.
+
+    The attention of `rl.megatron_backend.glm5` multiplies a query with every key before it and leaves out what was not
+    selected; so the cost has all of them.
+    """
+    arch = config.model.architecture
+    computed = replace(arch, index_topk=arch.max_position_embeddings)
+    recompute = config.trainer.recompute_granularity == "full"
+    known = {length: sequence_flops(computed, length).training(recompute) for length in set(lengths)}
+    return [known[length] for length in lengths]
+
+
+def row_multiples(config: Config) -> tuple[int, int]:
+    """Return the numbers that a row's tokens and a sequence's tokens must be divisible by.
+
+    Context parallelism gives each rank two chunks of every sequence, which balances causal attention; of the tokens of
+    a context-parallel rank, sequence parallelism gives each tensor-parallel rank as many.
+    """
+    tensor, context = config.parallel.tensor_model_parallel_size, config.parallel.context_parallel_size
+    sequence_multiple = 2 * context if context > 1 else 1
+    return math.lcm(tensor * context, sequence_multiple), sequence_multiple

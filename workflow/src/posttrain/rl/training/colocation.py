@@ -1,0 +1,146 @@
+"""Trainer and engines take turns on the GPUs that they share, by the table of `plan.sizing.phases`.
+
+    engines ready -> give all back -> the trainer loads
+    -> weight_sync    the optimizer sleeps, engines have their weights' memory again, and get weights
+    -> rollout        the trainer sleeps, engines have their cache again
+    -> save           engines give all back; what is written lies on the host
+    -> old_logprobs, mismatch -> train   the trainer wakes, then its optimizer
+    -> weight_sync ...
+
+Whoever has to go to sleep does so on all nodes before anybody wakes up. Engines forget their weights, so that there is
+no way from training to a rollout but through `weight_sync`: what may not come next cannot be called.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Protocol
+
+from posttrain.plan.sizing.phases import (
+    ENGINE_CACHE,
+    ENGINE_WEIGHTS,
+    LIKE_OTHERS,
+    OPTIMIZER,
+    PHASES,
+    TRAINER,
+    Phase,
+)
+from posttrain.rl.engines.client import EngineClient
+from posttrain.rl.megatron_backend.plain_data import gather_plain
+
+log = logging.getLogger(__name__)
+ENGINE = frozenset((ENGINE_WEIGHTS, ENGINE_CACHE))
+
+
+class Sleeper(Protocol):
+    """What has parts that can sleep; those of others are none of its business."""
+
+    def sleep(self, parts: Iterable[str]) -> None:
+        """Put awake parts to sleep."""
+
+    def wake(self, parts: Iterable[str]) -> None:
+        """Wake sleeping parts."""
+
+
+class SleepingEngines:
+    """Puts all engines to sleep and wakes them; does nothing on ranks other than 0.
+
+    Args:
+        client: The engines, on rank 0; None elsewhere.
+        runner: Event loop of rank 0.
+        start_timeout_seconds: Engines must be ready within this.
+    """
+
+    def __init__(self, client: EngineClient | None, runner: asyncio.Runner, start_timeout_seconds: float):
+        self._client, self._runner = client, runner
+        self._start_timeout_seconds = start_timeout_seconds
+
+    def start(self) -> None:
+        """Wait until all are ready, and have them give back everything; collective.
+
+        An engine sizes its cache by the memory that is free when it starts: the trainer must not have any yet.
+        """
+        if self._client:
+            self._runner.run(self._client.wait_ready(self._start_timeout_seconds))
+            log.info("engines are ready, and sleep while the trainer loads")
+        self.sleep(ENGINE)
+        wait_for_all()
+
+    def sleep(self, parts: Iterable[str]) -> None:
+        """Have engines that are idle give parts back."""
+        if self._client and (parts := ENGINE & {*parts}):
+            self._runner.run(self._client.release_memory(parts))
+
+    def wake(self, parts: Iterable[str]) -> None:
+        """Have engines take parts again."""
+        if self._client and (parts := ENGINE & {*parts}):
+            self._runner.run(self._client.resume_memory(parts))
+
+
+class Colocation:
+    """Tracks which side is awake and which phases may follow; every rank calls it at the same points.
+
+    Args:
+        trainer: Awake, with all its parts.
+        engines: Asleep, with all theirs.
+        wait: Returns when all ranks have called it.
+    """
+
+    def __init__(self, trainer: Sleeper, engines: Sleeper, wait: Callable[[], None]):
+        self._sleepers, self._wait = (trainer, engines), wait
+        self._awake = frozenset((TRAINER, OPTIMIZER))
+        self._engines_have_weights = False
+
+    @property
+    def awake(self) -> frozenset[str]:
+        """The parts that are awake."""
+        return self._awake
+
+    @property
+    def next(self) -> Mapping[str, Callable[[], None]]:
+        """The phases that may come next, and how to enter each; collective.
+
+        Engines without weights have no cache: they would sample noise.
+        """
+        possible = {
+            name: PHASES[LIKE_OTHERS.get(name, name)]
+            for name in (*PHASES, *LIKE_OTHERS)
+            if self._engines_have_weights or ENGINE_CACHE not in PHASES[LIKE_OTHERS.get(name, name)].awake
+        }
+        return {name: partial(self._enter, phase) for name, phase in possible.items()}
+
+    def enter(self, phase: str) -> None:
+        """Enter a phase.
+
+        Raises:
+            RuntimeError: It may not come next.
+        """
+        following = self.next
+        if phase not in following:
+            raise RuntimeError(f"engines have no weights for {phase}; what may come next: {', '.join(following)}")
+        following[phase]()
+
+    def have_published(self) -> None:
+        """Let a rollout come: engines have got their weights."""
+        assert ENGINE_WEIGHTS in self._awake, "only awake engines get weights"
+        self._engines_have_weights = True
+
+    def _enter(self, phase: Phase) -> None:
+        tired, rested = self._awake - phase.awake, phase.awake - self._awake
+        if ENGINE_WEIGHTS in tired:
+            self._engines_have_weights = False
+        for sleeper in self._sleepers:
+            sleeper.sleep(tired)
+        if tired:
+            self._wait()
+        for sleeper in self._sleepers:
+            sleeper.wake(rested)
+        self._awake = phase.awake
+
+
+def wait_for_all() -> None:
+    """Barrier over all ranks that keeps no GPU busy."""
+    gather_plain(None)

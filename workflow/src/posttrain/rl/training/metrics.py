@@ -1,0 +1,136 @@
+"""The numbers of a step under their names in `report.metrics`."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections.abc import Sequence
+
+from posttrain.config.reward_sum import has_passed
+from posttrain.rl.algorithm.advantage.grpo import RESOLUTION
+from posttrain.rl.algorithm.mismatch import Mismatch
+from posttrain.rl.algorithm.statistics import MEAN, STATISTICS
+from posttrain.rl.megatron_backend.train_step import NO_SIGNAL, UpdateStatistics
+from posttrain.rl.rollout.coordinator import RolloutResult
+from posttrain.rl.training.phases import PhaseClock
+from posttrain.types import SampleGroup
+
+log = logging.getLogger(__name__)
+
+# Of what graders said in a step: each answer may name others, and each name is a chart.
+MAX_NAMES = 1000
+
+
+def step_metrics(
+    rollout: RolloutResult,
+    statistics: Sequence[UpdateStatistics],
+    mismatch: tuple[Mismatch | None, Mismatch | None],
+    clock: PhaseClock,
+) -> dict[str, float]:
+    """Return what rollout, updates and comparison of one step measured.
+
+    Args:
+        rollout: Its groups.
+        statistics: One per optimizer update, in order.
+        mismatch: With the trainer's own weights, and (every so often) with the weights served; None without engines.
+        clock: Times of the phases.
+    """
+    timings = clock.metrics()
+    num_tokens = sum(sample.num_tokens for group in rollout.groups for sample in group.samples)
+    return {
+        **_rollout_metrics(rollout, is_graded=mismatch[0] is not None),
+        **_update_metrics(statistics, is_compared=mismatch[1] is not None),
+        **_mismatch_metrics(*mismatch),
+        **timings,
+        "train/num_tokens": num_tokens,
+        "train/num_response_tokens": (num_response_tokens := sum(s.num_tokens for s in statistics)),
+        "perf/tokens_per_second": num_tokens / timings["perf/step_seconds"],
+        "perf/response_tokens_per_second": num_response_tokens / timings["perf/step_seconds"],
+    }
+
+
+def _rollout_metrics(rollout: RolloutResult, is_graded: bool) -> dict[str, float]:
+    samples = [sample for group in rollout.groups for sample in group.samples]
+    lengths = [len(sample.response_tokens) for sample in samples]
+    metrics = {
+        "rollout/response_tokens_mean": sum(lengths) / len(lengths),
+        "rollout/response_tokens_max": max(lengths),
+        "rollout/truncated_fraction": sum(sample.finish_reason == "length" for sample in samples) / len(samples),
+    }
+    if not is_graded:
+        return metrics
+    equal_groups = sum(map(_has_equal_rewards, rollout.groups))
+    return {
+        **_reward_metrics(rollout.groups),
+        "rollout/reward_std_zero_fraction": equal_groups / len(rollout.groups),
+        "rollout/grader_failures": sum(bool(sample.failure) for sample in samples),
+        "rollout/ungraded_samples": sum(sample.reward is None for sample in samples),
+        **metrics,
+    }
+
+
+def _has_equal_rewards(group: SampleGroup) -> bool:
+    """Return whether a group's rewards teach nothing: see `rl.algorithm.advantage.grpo`."""
+    rewards = [sample.reward for sample in group.samples if sample.reward is not None]
+    return not rewards or max(rewards) - min(rewards) <= RESOLUTION * max(map(abs, rewards))
+
+
+def _reward_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
+    """Return the metrics that graders logged."""
+    values: dict[str, list[float]] = {}
+    for group in groups:
+        for sample in group.samples:
+            if sample.reward is not None:
+                values.setdefault("rollout/reward_mean", []).append(sample.reward)
+                passed = float(has_passed(sample.scores, sample.reward))
+                values.setdefault("rollout/pass_rate", []).append(passed)
+                if group.prompt.source:
+                    values.setdefault(f"source/{group.prompt.source}/pass_rate", []).append(passed)
+            told = {**sample.scores, **sample.parts} if len(sample.scores) > 1 or sample.parts else {}
+            for name, score in told.items():
+                values.setdefault(f"reward/{name}", []).extend([] if score is None else [score])
+    if len(values) > MAX_NAMES:
+        log.warning("graders gave %d names of metrics in this step; the first %d are kept", len(values), MAX_NAMES)
+    kept = itertools.islice(values.items(), MAX_NAMES)
+    return {name: math.fsum(of_samples) / len(of_samples) for name, of_samples in kept if of_samples}
+
+
+def _update_metrics(statistics: Sequence[UpdateStatistics], is_compared: bool) -> dict[str, float]:
+    """Average over the updates of a step, weighted by tokens where the number is a mean over tokens.
+
+    Args:
+        statistics: One per optimizer update.
+        is_compared: The first update had old log-probabilities of another pass: else its ratio is 1 by itself.
+    """
+    tokens = sum(s.num_tokens for s in statistics)
+    named = {
+        f"train/{name}": sum(s.named[name] * s.num_tokens for s in statistics) / tokens
+        if STATISTICS[name].over_tokens == MEAN
+        else first
+        for name, first in statistics[0].named.items()
+        if is_compared or name != "first_update_ratio_max_abs_deviation"
+    }
+    if second_moment := named.get("train/importance_ratio_square_mean"):
+        named["train/effective_sample_size"] = named["train/importance_ratio_mean"] ** 2 / second_moment
+    if (logprob := named.get("train/logprob_mean")) is not None:
+        named["train/perplexity"] = math.exp(-logprob)
+    return {
+        "train/loss": sum(s.loss for s in statistics) / len(statistics),
+        "train/grad_norm": sum(s.grad_norm for s in statistics) / len(statistics),
+        "train/zero_advantage_updates": sum(s.outcome == NO_SIGNAL for s in statistics),
+        **named,
+    }
+
+
+def _mismatch_metrics(own: Mismatch | None, served: Mismatch | None) -> dict[str, float]:
+    if own is None:
+        return {}
+    metrics = {
+        "mismatch/quantised_abs_diff_mean": own.abs_diff_mean,
+        "mismatch/kl_k3": own.kl_k3,
+        "mismatch/effective_sample_size": own.effective_sample_size,
+    }
+    if served is not None:
+        metrics |= {"mismatch/abs_diff_mean": served.abs_diff_mean, "mismatch/abs_diff_max": served.abs_diff_max}
+    return metrics

@@ -1,0 +1,149 @@
+"""Compares trainer and engine log-probabilities, within what their precisions allow (`trainer.mismatch`).
+
+Far apart, the samples are not the policy's: an engine has other weights than it should, or computes something else.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from posttrain.config.derived import mismatch_limits
+from posttrain.config.schema import Config
+from posttrain.report.rank_progress import leave_last_words
+from posttrain.rl.algorithm.mismatch import Mismatch, compare_logprobs
+from posttrain.rl.megatron_backend.model import Policy
+from posttrain.rl.megatron_backend.plain_data import gather_plain
+from posttrain.rl.megatron_backend.quantized_weights import QuantizedWeights
+from posttrain.rl.megatron_backend.ranks import gather_over_data_parallel
+from posttrain.rl.megatron_backend.served_values import ServedValues
+from posttrain.rl.megatron_backend.train_step import compute_logprobs
+from posttrain.rl.training.batch import Update
+
+log = logging.getLogger(__name__)
+
+
+class MismatchError(RuntimeError):
+    """Trainer and engine are too far apart, and `trainer.mismatch.action` is stop."""
+
+
+class EngineComparison:
+    """Compares the trainer's log-probabilities with the engine's; collective.
+
+    Args:
+        config: The resolved configuration.
+        policy: What is trained.
+        values: What engines have for this rank's shards.
+    """
+
+    def __init__(self, config: Config, policy: Policy, values: ServedValues):
+        self._config, self._policy = config, policy
+        self._lender = QuantizedWeights(policy, values)
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a step, from 0, has extra passes for comparison."""
+        interval = self._config.trainer.mismatch_interval
+        return interval > 0 and (step % interval == 0 or step == self._config.training.num_steps - 1)
+
+    def on_served_weights(self, step: int, updates: Sequence[Update]) -> Mismatch | None:
+        """Compare with the very weights that were served, in a pass of its own; None where that is not due.
+
+        Args:
+            step: From 0.
+            updates: Before any of them is applied.
+        """
+        if not self.is_due(step):
+            return None
+        with self._lender.lent():
+            logprobs = [compute_logprobs(self._policy, update.batches) for update in updates]
+        return _compare(updates, logprobs)
+
+    def on_own_weights(self, step: int, updates: Sequence[Update], served: Mismatch | None) -> Mismatch:
+        """Compare with the trainer's own weights, and heed what was found.
+
+        Args:
+            step: From 0.
+            updates: With their old log-probabilities, before any of them is applied.
+            served: What `on_served_weights` found.
+
+        Raises:
+            MismatchError: They are too far apart, on every rank alike.
+        """
+        own = _compare(updates, [update.old_logprobs for update in updates])
+        heed_mismatch(self._config, step, own, served)
+        return own
+
+
+def _compare(updates: Sequence[Update], logprobs: Sequence[Sequence[torch.Tensor]]) -> Mismatch:
+    """Compare log-probabilities with those of the engine over all response tokens of all ranks.
+
+    Raises:
+        ValueError: They are not finite; on every rank alike.
+    """
+    own, engine = [torch.empty(0)], [torch.empty(0)]
+    for update, rows in zip(updates, logprobs, strict=True):
+        for batch, row in zip(update.batches, rows, strict=False):  # earlier stages of a pipeline have none
+            for index, values in batch.response_values(row.cpu()).items():
+                own.append(values)
+                engine.append(torch.tensor(update.samples[index].rollout_logprobs))
+    # Tokens go to the ranks with the same place in the model, and what these find goes to all.
+    of_all = [torch.cat(gather_over_data_parallel(torch.cat(values))) for values in (own, engine)]
+    found, wrong = None, ""
+    if len(of_all[0]):
+        try:
+            found = compare_logprobs(*of_all)
+        except ValueError as error:
+            wrong = str(error)
+    for numbers, told in gather_plain((found, wrong)):
+        if told:
+            raise ValueError(told)
+        if numbers:
+            return Mismatch(**numbers)
+    raise ValueError("no rank has log-probabilities")
+
+
+def share_of_limit(config: Config, own: Mismatch, served: Mismatch | None) -> float:
+    """Return the mean |trainer - engine| over its limit, the larger of the two comparisons; above 1 is too far.
+
+    Args:
+        config: The resolved configuration.
+        own: With the trainer's own weights.
+        served: With the weights served; None where it was not measured.
+    """
+    limit_own, limit_served = mismatch_limits(config)
+    share = own.abs_diff_mean / limit_own
+    return share if served is None else max(share, served.abs_diff_mean / limit_served)
+
+
+def heed_mismatch(config: Config, step: int, own: Mismatch, served: Mismatch | None) -> None:
+    """Warn or stop where trainer and engine differ too much; call it before the samples change any weight.
+
+    Args:
+        config: The resolved configuration.
+        step: From 0.
+        own: See `share_of_limit`.
+        served: See `share_of_limit`.
+
+    Raises:
+        MismatchError: The configuration asks for it.
+    """
+    share = share_of_limit(config, own, served)
+    if share <= 1:
+        return
+    on_served = "" if served is None else f", {served.abs_diff_mean:.3g} with the weights served"
+    found = (
+        f"step {step + 1}: trainer and engine are {share:.3g} times further apart than expected: mean "
+        f"|trainer - engine| {own.abs_diff_mean:.3g} nats with the trainer's own weights{on_served}; "
+        f"limits {mismatch_limits(config)}"
+    )
+    if config.trainer.mismatch.action == "stop":
+        words = (
+            f"{found}. Nothing was learned from its samples. See the engines' logs; remove "
+            f"train/rollouts/step_{step:06d} to sample them anew, or set='trainer.mismatch.action=warn' to use them"
+        )
+        # Another attempt would replay the same samples, and refuse them again.
+        leave_last_words(words)
+        raise MismatchError(words)
+    log.warning("%s", found)

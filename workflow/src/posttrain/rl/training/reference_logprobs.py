@@ -1,0 +1,74 @@
+"""The log-probabilities that a server of the trained weights must reproduce: the trainer's, after its last update.
+
+The prompts are of the last step's, with what was sampled for them there: text that the model is at home in, so that an
+engine with other weights, or with another idea of a scale, is far away at each token.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+
+from posttrain.checkpoint.reference_logprobs import ReferenceLogprobs, ReferencePrompt
+from posttrain.config.schema import Config
+from posttrain.rl.data.chat import parse_template_kwargs
+from posttrain.rl.megatron_backend.model import Policy
+from posttrain.rl.megatron_backend.plain_data import gather_plain
+from posttrain.rl.megatron_backend.ranks import data_parallel_rank
+from posttrain.rl.megatron_backend.train_step import compute_logprobs
+from posttrain.rl.training.batch import pack_samples
+from posttrain.types import Prompt, Sample, SampleGroup
+
+log = logging.getLogger(__name__)
+
+NUM_PROMPTS = 4
+# Of a continuation: more tokens say little that is new, and stand in a file of each copy.
+MOST_TOKENS = 64
+
+
+def record_reference_logprobs(
+    config: Config, policy: Policy, groups: Sequence[SampleGroup]
+) -> ReferenceLogprobs | None:
+    """Return the canary of the present weights; collective.
+
+    Args:
+        config: The resolved configuration.
+        policy: The model to ask, in the precision in which it is trained.
+        groups: Of the last step.
+
+    Returns:
+        The same on every rank; None where the model's answers are no numbers.
+    """
+    chosen = choose_samples(groups)
+    batches, _ = pack_samples(config, [sample for _, sample in chosen], data_parallel_rank())
+    own: list[tuple[int, list[float]]] = []
+    # Servers are asked for the model's own words, whatever temperature rollouts had.
+    with policy.at_temperature(1.0):
+        rows = compute_logprobs(policy, batches)
+    # Earlier stages of a pipeline have none; a tensor-parallel rank has what its neighbours have.
+    for batch, row in zip(batches, rows, strict=False):
+        own += [(index, values.tolist()) for index, values in batch.response_values(row.cpu()).items()]
+    found = {index: values for of_rank in gather_plain(own) for index, values in of_rank}
+    if not all(math.isfinite(value) for values in found.values() for value in values):
+        log.warning("the trained model's log-probabilities are not finite: nothing to hold a server against")
+        return None
+    prompts = [_prompt(prompt, sample, found[index]) for index, (prompt, sample) in enumerate(chosen)]
+    kwargs = parse_template_kwargs(config.data.chat_template_kwargs)
+    return ReferenceLogprobs(config.trainer.params_dtype, kwargs, prompts)
+
+
+def choose_samples(groups: Sequence[SampleGroup]) -> list[tuple[Prompt, Sample]]:
+    """Return a few short samples with their prompts, from as many prompts as possible."""
+    known = [(group.prompt, sample) for group in groups for sample in group.samples]
+    return sorted(known, key=lambda item: (item[1].sample_index, len(item[1].prompt_tokens), item[1].prompt_id))[
+        :NUM_PROMPTS
+    ]
+
+
+def _prompt(prompt: Prompt, sample: Sample, logprobs: Sequence[float]) -> ReferencePrompt:
+    # A sum of roundings may end a little above 0.
+    values = [min(0.0, value) for value in logprobs[:MOST_TOKENS]]
+    return ReferencePrompt(
+        prompt.messages, prompt.tools, sample.prompt_tokens, sample.response_tokens[:MOST_TOKENS], values
+    )

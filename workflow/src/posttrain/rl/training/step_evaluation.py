@@ -1,0 +1,93 @@
+"""Evaluates the policy between steps, on the engines that sample for training.
+
+A result belongs to the weights that gave it: it is asked of engines that have just got them, and every answer must say
+so. When a run goes on from a checkpoint, results of its step and of later ones are made anew: of the weights now.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from posttrain.report.rank_progress import EVALUATION, keep_reporting
+from posttrain.rl.data.chat import ChatTokenizer
+from posttrain.rl.engines.client import EngineClient
+from posttrain.rl.evaluation.heldout import EvalTask, grade_responses, requests_of, sample_responses, summarize
+from posttrain.rl.reward.graders import GraderPool
+from posttrain.rl.rollout.coordinator import check_versions
+from posttrain.store import write_json
+
+_RESULT = re.compile(r"step_(\d+)\.json")
+
+
+def result_of(folder: Path, finished: int) -> Path:
+    """Return where the result of the weights after so many steps lies."""
+    return folder / f"step_{finished:06d}.json"
+
+
+class StepEvaluation:
+    """What rank 0 measures between steps.
+
+    Args:
+        eval_tasks: What is asked.
+        tokenizer: Renders prompts and decodes responses.
+        client: Speaks to the engines.
+        graders: Grade responses.
+        folder: For the results.
+        runner: Event loop for everything that talks to engines.
+    """
+
+    def __init__(
+        self,
+        eval_tasks: Sequence[EvalTask],
+        tokenizer: ChatTokenizer,
+        client: EngineClient,
+        graders: GraderPool,
+        folder: Path,
+        runner: asyncio.Runner,
+    ):
+        self._exams, self._tokenizer, self._client, self._graders = eval_tasks, tokenizer, client, graders
+        self._folder, self._runner = folder, runner
+
+    def forget_from(self, finished: int) -> None:
+        """Delete the results of steps that the run will repeat."""
+        for path in self._folder.glob("step_*.json"):
+            if (match := _RESULT.fullmatch(path.name)) and int(match[1]) >= finished:
+                path.unlink()
+
+    def measure(self, finished: int) -> dict[str, float]:
+        """Ask the engines, keep the result, and return metrics.
+
+        Args:
+            finished: Steps after which the engines' weights are.
+
+        Raises:
+            RuntimeError: An engine served other weights, or graders failed too often.
+        """
+        results = self._runner.run(self._measure(finished))
+        write_json(result_of(self._folder, finished), {"finished": finished, "exams": results})
+        return {
+            f"evaluation/{name}/{key}": result[key]
+            for name, result in results.items()
+            for key in ("pass_rate", "reward_mean")
+            if result[key] is not None
+        }
+
+    async def _measure(self, finished: int) -> dict[str, dict[str, Any]]:
+        alive = asyncio.create_task(keep_reporting(finished, EVALUATION))
+        results = {}
+        try:
+            for eval_task in self._exams:
+                answers = await sample_responses(
+                    eval_task.config, self._client, requests_of(eval_task, self._tokenizer)
+                )
+                check_versions(finished, answers)
+                results[eval_task.name] = summarize(
+                    await grade_responses(eval_task, self._tokenizer, self._graders, answers)
+                )
+        finally:
+            alive.cancel()
+        return results

@@ -1,0 +1,184 @@
+"""Publishes new weights to the engines after a step: quantised where they are sharded, gathered, sent in buckets."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import shutil
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from posttrain import store
+from posttrain.checkpoint.formats.safetensors_io import CheckpointReader, TensorSpec, read_header, read_index
+from posttrain.checkpoint.formats.shard_writer import write_index
+from posttrain.checkpoint.quantization.fp8 import Fp8Format
+from posttrain.checkpoint.quantization.quantize import make_fp8
+from posttrain.checkpoint.quantization.quantized_names import layer_of
+from posttrain.config.derived import fp8_settings, weight_transport
+from posttrain.config.schema import Config
+from posttrain.errors import CheckpointError
+from posttrain.rl.engines.buckets import make_buckets
+from posttrain.rl.engines.responses import NO_WEIGHTS
+from posttrain.rl.weight_sync.engine_layout import EngineShards, listed
+from posttrain.rl.weight_sync.proof import Digests, WeightProof
+from posttrain.rl.weight_sync.sharded import ShardedTransfer
+
+log = logging.getLogger(__name__)
+MIB = 1 << 20
+
+
+class WeightPublisher:
+    """Sends the trainer's weights to the engines; every rank calls `publish`, rank 0 talks to the engines.
+
+    Args:
+        config: The resolved configuration.
+        engine_shards: The engines, and what they have of the trainer's weights.
+        disk_folder: Where the "disk" transport puts the weights.
+        model_folder: The checkpoint that engines started from; its config and tokenizer go along with weights on disk.
+        proof: What engines show after each update; None where they cannot.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        engine_shards: EngineShards,
+        disk_folder: Path,
+        model_folder: Path,
+        proof: WeightProof | None = None,
+    ):
+        self._config, self._engine_shards = config, engine_shards
+        self._values, self._client = engine_shards.values, engine_shards.client
+        self._runner, self._disk_folder, self._model_folder = engine_shards.runner, disk_folder, model_folder
+        self._sharded = ShardedTransfer(config, engine_shards) if weight_transport(config) == "sharded" else None
+        self._proof = proof
+        self._bucket_bytes = config.engine.weight_bucket_mib * MIB
+
+    def publish(self, version: int) -> None:
+        """Bring all engines to the present weights under a version number; collective.
+
+        Raises:
+            CheckpointError: Engines started without weights, and the trainer does not have all of them.
+            RuntimeError: When an engine did not take the update, none of them serves a mixture; or when what one holds
+                is something else.
+        """
+        sent = self._send(version)
+        if self._proof:
+            self._proof.check(version, sent)
+        if self._sharded:
+            self._sharded.commit_base()
+
+    def reconnect(self) -> None:
+        """Reconnect at the next update, because an engine was replaced by another process."""
+        self._engine_shards.reset()
+        if self._sharded:
+            self._sharded.reset()
+
+    @property
+    def is_due_at_start(self) -> bool:
+        """Publish before the first rollout: what an engine has read from a checkpoint is not proven to be ours.
+
+        Through rank 0, or shared files, that would take too long.
+        """
+        return self._sharded is not None
+
+    def reverify(self) -> None:
+        """Verify again that engines hold the last published weights; collective.
+
+        Raises:
+            RuntimeError: One holds something else: what it has sampled since is nobody's policy.
+        """
+        if self._proof:
+            self._proof.check_again()
+
+    def _send(self, version: int) -> Digests | None:
+        """Send the weights, and return their digests where they were taken on the way."""
+        if self._sharded:
+            begin = functools.partial(self._proof.begin, version) if self._proof else None
+            return self._sharded.send(version, self._in_buckets(self._untrained()), begin)
+        if self._client is None:
+            for _ in self._values.gather():
+                pass
+            return None
+        if weight_transport(self._config) == "disk":
+            self._runner.run(self._client.update_weights_from_disk(version, self._write_folder(version)))
+            shutil.rmtree(self._disk_folder)  # the engines hold them now: FP8 weights of GLM-5 are 0.75 TB
+        else:
+            self._runner.run(self._client.update_weights(version, self._buckets()))
+        return None
+
+    def _write_folder(self, version: int) -> Path:
+        """Write a checkpoint in Hub layout that the engines can load; what a dead attempt left there is deleted."""
+        folder = self._disk_folder / f"version_{version:06d}"
+        shutil.rmtree(self._disk_folder, ignore_errors=True)
+        with store.building(folder) as partial:
+            for path in self._model_folder.iterdir():
+                if path.is_file() and not path.name.startswith("model"):
+                    shutil.copy(path, partial)
+            weight_map: dict[str, str] = {}
+            specs: dict[str, TensorSpec] = {}
+            for number, bucket in enumerate(self._buckets(), start=1):
+                file = f"model-{number:05d}.safetensors"
+                save_file({name: tensor.contiguous().cpu() for name, tensor in bucket}, partial / file)
+                weight_map |= {name: file for name, _ in bucket}
+                specs |= {
+                    name: TensorSpec(info.shape, info.dtype) for name, info in read_header(partial / file).items()
+                }
+            write_index(partial, weight_map, specs)
+        return folder
+
+    def _buckets(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        return self._in_buckets(self._served_tensors())
+
+    def _in_buckets(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        has_query_latent = self._config.model.architecture.q_lora_rank > 0
+        return make_buckets(tensors, self._bucket_bytes, has_query_latent)
+
+    def _served_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what the engines load: FP8 codes with scales, or the tensors as they are."""
+        assert self._client is not None, "rank 0 talks to the engines"
+        return itertools.chain(self._whole_tensors(), self._untrained())
+
+    def _untrained(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Return what engines need from elsewhere; on rank 0, where they have no weights yet."""
+        if not self._client or NO_WEIGHTS not in self._runner.run(self._client.weight_versions()):
+            return iter(())
+        num_layers, drafts = self._config.model.architecture.num_hidden_layers, self._config.engine.mtp_steps > 0
+        return untrained(self._values.sent_specs, self._model_folder, num_layers, drafts)
+
+    def _whole_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._values.gather():
+            assert tensor is not None, "rank 0 gets every tensor"
+            yield name, tensor
+
+
+def untrained(
+    trained: Collection[str], folder: Path, num_layers: int, drafts: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return the untrained tensors that engines need when they start without weights.
+
+    Args:
+        trained: Hub names, those of scales, too.
+        folder: The checkpoint that the engines started from.
+        num_layers: Decoder layers; the MTP layers come after them.
+        drafts: Engines draft with the MTP layers, which nobody trains: they are read from the checkpoint.
+
+    Raises:
+        CheckpointError: The checkpoint has tensors in other layers that are not trained: engines would compute with
+            noise. Names them.
+    """
+    missing = [name for name in read_index(folder).weight_map if name not in trained]
+    of_drafts = [name for name in missing if (layer_of(name) or 0) >= num_layers]
+    if unknown := sorted({*missing} - {*of_drafts}):
+        words = f"engines started without weights, and the trainer does not have {listed(unknown)}"
+        raise CheckpointError(f"{folder}: {words}")
+    checkpoint = CheckpointReader(folder)
+    return ((name, checkpoint.tensor(name)) for name in of_drafts if drafts)
+
+
+def served_format(config: Config) -> Fp8Format | None:
+    """Return the format that engines serve during training; None for the Hub's own."""
+    return make_fp8(fp8_settings(config), config.model.architecture.num_hidden_layers) if config.rollout.fp8 else None

@@ -1,0 +1,112 @@
+"""References into a shared store: one small file per run, written whenever a driver starts.
+
+A reference counts as long as the run's folder exists, and for some days after the last start where it does not: a run
+has no folder before its first step. A folder on a file system that is not mounted here counts as existing, and so does
+one that we may not look into: only who is told that there is none knows that it is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from posttrain.config.load import digest8
+from posttrain.errors import CheckpointError
+from posttrain.store.durable import write_json
+from posttrain.store.group_permissions import shared
+from posttrain.store.names import RelativeName
+from posttrain.store.paths import Paths
+from posttrain.store.plain_json import read_json
+from posttrain.store.processes import user_name
+
+SECONDS_PER_DAY = 86_400
+
+
+@dataclass(frozen=True)
+class Reference:
+    """One run's use of the store.
+
+    Args:
+        run: The run's folder, absolute.
+        results: The folder that holds it and other runs.
+        user: Whose run it is.
+        host: Where its driver was started last.
+        last_start_unix: When.
+        artefacts: What it uses, relative to the store.
+    """
+
+    run: str
+    results: str
+    user: str
+    host: str
+    last_start_unix: float
+    artefacts: tuple[RelativeName, ...]
+
+    def __post_init__(self) -> None:
+        os.fspath(self.run), os.fspath(self.results)  # a number would be an open file
+        object.__setattr__(self, "artefacts", tuple(RelativeName(name) for name in self.artefacts))
+
+    def is_live(self, unused_days: float) -> bool:
+        """Return whether what it names must be kept."""
+        if not is_gone(self.run) or is_gone(self.results):
+            return True
+        return time.time() - self.last_start_unix < unused_days * SECONDS_PER_DAY
+
+
+def is_gone(path: str) -> bool:
+    """Return whether there is certainly nothing of that name: no permission, or a disk that fails, is not absence."""
+    try:
+        os.stat(path)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def references_folder(store: Path) -> Path:
+    """Return where a store keeps its users."""
+    return store / "users"
+
+
+def register_run(paths: Paths) -> None:
+    """Record in the store which artefacts a run uses."""
+    run, results = os.path.abspath(paths.run), os.path.abspath(paths.run.parent)
+    folders = (*paths.store_artefacts.values(), paths.export_fp8)
+    used = [RelativeName(path.relative_to(paths.store).as_posix()) for path in folders]
+    reference = Reference(run, results, user_name(), socket.gethostname(), round(time.time(), 3), tuple(used))
+    path = references_folder(paths.store) / f"{paths.run.name}-{digest8(run)}.json"
+    with shared(path):
+        write_json(path, dataclasses.asdict(reference))
+
+
+def read_references(store: Path) -> dict[Path, Reference]:
+    """Return all references to a store, each with its file.
+
+    Raises:
+        CheckpointError: One cannot be understood: nobody knows what it needs.
+        OSError: They are there and cannot be read.
+    """
+    folder = references_folder(store)
+    if is_gone(str(folder)):
+        return {}
+    found = {}
+    for name in sorted(name for name in os.listdir(folder) if name.endswith(".json")):
+        with contextlib.suppress(FileNotFoundError):  # deleted since
+            found[folder / name] = _read(folder / name)
+    return found
+
+
+def _read(path: Path) -> Reference:
+    try:
+        reference = Reference(**read_json(path))
+        reference.is_live(0.0)
+    except (ValueError, TypeError) as error:
+        remedy = "delete it when its run is gone; start its run again when it is not"
+        raise CheckpointError(f"{path}: does not say what a run needs ({error})\n  remedy: {remedy}") from error
+    return reference
