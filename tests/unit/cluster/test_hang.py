@@ -125,11 +125,11 @@ def test_an_idle_process_is_told_from_one_whose_child_computes(
     try:
         time.sleep(0.5)
         use = ranks.CpuUse(process.pid)
-        use.observe()
+        use.sample()
         assert not use.is_idle, "it was not watched for long enough"
         for _ in range(12):
             time.sleep(0.1)
-            use.observe()
+            use.sample()
         assert use.is_idle is is_idle
     finally:
         os.killpg(process.pid, signal.SIGKILL)

@@ -1,8 +1,8 @@
 """Every flag that Megatron Core, SGLang and the processes' environments get, with its value and where it comes from.
 
 The tables of `sglang_flags` and `megatron_flags` are the only place that spells them: the plan prints them,
-`rl.engines.launch_command` and `rl.megatron_backend.arguments` start processes from them, so the two cannot differ. No torch
-here.
+`rl.engines.launch_command` and `rl.megatron_backend.arguments` start processes from them, so the two cannot differ. No
+torch here.
 """
 
 from __future__ import annotations

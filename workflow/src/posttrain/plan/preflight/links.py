@@ -1,4 +1,4 @@
-"""One process per GPU (on CPUs, per node) that measures links between nodes: `python -m posttrain.plan.preflight.links`.
+"""One process per GPU (on CPUs, per node) that measures links of nodes: `python -m posttrain.plan.preflight.links`.
 
 Every node exchanges a buffer with every other, in rounds in which each node has one partner, so that a slow link has
 two names; then all add one tensor together. RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT come from the
