@@ -51,6 +51,21 @@ def slow(seconds: float) -> Fault:
     return fault
 
 
+def backwards(count: int) -> list[Fault]:
+    """Answer so many requests, which must be under way together, in the reverse of the order in which they come."""
+    answered = [asyncio.Event() for _ in range(count)]
+
+    def answer_after(later: asyncio.Event | None, own: asyncio.Event) -> Fault:
+        async def fault(request: web.Request) -> None:
+            if later:
+                await later.wait()
+            own.set()
+
+        return fault
+
+    return [answer_after(later, own) for own, later in zip(answered, [*answered[1:], None], strict=True)]
+
+
 async def cut(request: web.Request) -> None:
     """Close the connection without a word."""
     assert request.transport

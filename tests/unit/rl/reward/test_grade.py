@@ -92,9 +92,9 @@ def test_math_answer(response, label, score):
     ],
 )
 def test_hostile_text_is_graded_in_no_time(response):
-    started = time.perf_counter()
+    started = time.thread_time()  # of a CPU: what else the machine does is no fault of the text
     assert grade("math_answer", Answer(response, "42")).score == 0.0
-    assert time.perf_counter() - started < 1.0
+    assert time.thread_time() - started < 1.0
 
 
 def test_the_names_that_a_configuration_may_have():
