@@ -9,7 +9,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ def run_rank(request: dict[str, Any], folder: Path) -> None:
     trainer = dataclasses.replace(config.trainer, **request["trainer"])
     config = dataclasses.replace(config, trainer=trainer)
     other = Path(request["other"]) if "other" in request else None
-    result = json.dumps(run(config, Path(request["checkpoint"]), folder, other))
+    result = json.dumps(run(config, Path(request["checkpoint"]), folder, other, request["strategies"]))
     folder.with_name(f"{os.environ['RANK']}.json").write_text(result)
 
 
@@ -70,7 +70,9 @@ def small_batches(config: Config, ranks: int, batch: int = 12) -> Config:
     return dataclasses.replace(config, trainer=trainer, training=training, hardware=hardware)
 
 
-def run(config: Config, checkpoint: Path, folder: Path, other: Path | None) -> dict[str, object]:
+def run(
+    config: Config, checkpoint: Path, folder: Path, other: Path | None, strategies: Sequence[str]
+) -> dict[str, object]:
     from megatron.core import parallel_state
 
     from posttrain.rl.algorithm.policy_gradient import PolicyGradient
@@ -89,7 +91,7 @@ def run(config: Config, checkpoint: Path, folder: Path, other: Path | None) -> d
     policy.optimizer.reload_model_params()
     exact = digest((name, t) for name, t in weights.gather())
     is_source = digest((name, tensors[name]) for name in weights.names)
-    not_served = {strategy: count_not_served(policy, weights, tensors, strategy) for strategy in STRATEGIES}
+    not_served = {strategy: count_not_served(policy, weights, tensors, strategy) for strategy in strategies}
     grpo, groups = PolicyGradient(config.algorithm, 32), make_groups(config.model.architecture.vocab_size)
     (update,) = make_updates(config, grpo, groups, parallel_state.get_data_parallel_rank())
     update = update.with_old_logprobs(train_step.compute_logprobs(policy, update.batches))

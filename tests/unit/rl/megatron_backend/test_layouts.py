@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -25,9 +26,21 @@ LAYOUTS = {
 TWO_RANKS = [name for name in LAYOUTS if name != "one_rank"]
 
 
-@pytest.fixture(scope="module")
-def run_layout(checkpoint, tmp_path_factory: pytest.TempPathFactory):
-    root = tmp_path_factory.mktemp("layouts")
+# At every change each layout sends weights in one precision; that whose ranks share tensors sends them in all.
+SENT_IN = {
+    name: STRATEGIES if name == "tensor" else (STRATEGIES[place % len(STRATEGIES)],)
+    for place, name in enumerate((*LAYOUTS, "bf16"))
+}
+
+
+def run_layouts(checkpoint, root: Path, sent_in: Mapping[str, Sequence[str]]) -> Callable[[str], dict]:
+    """Run all of them, and return what reads a layout's results.
+
+    Args:
+        checkpoint: Of the fixture.
+        root: A new folder.
+        sent_in: The precisions in which each layout sends weights.
+    """
     requests = {
         name: {
             "checkpoint": str(checkpoint[0]),
@@ -35,9 +48,10 @@ def run_layout(checkpoint, tmp_path_factory: pytest.TempPathFactory):
             "parallel": LAYOUTS.get(name, {}),
             "trainer": {"params_dtype": "bf16"} if name == "bf16" else {},
             "ranks": 1 if name == "one_rank" else 2,
+            "strategies": strategies,
             **({"other": str(root / "one_rank/state")} if name in TWO_RANKS else {}),
         }
-        for name in (*LAYOUTS, "bf16")
+        for name, strategies in sent_in.items()
     }
     for name in requests:
         (root / name).mkdir()
@@ -49,6 +63,12 @@ def run_layout(checkpoint, tmp_path_factory: pytest.TempPathFactory):
         return {**by_rank[0], "folder": requests[name]["folder"], "by_rank": by_rank}
 
     return run
+
+
+@pytest.fixture(scope="module")
+def run_layout(checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict]:
+    """Nine gangs, of which each imports Megatron's parts, trains and saves: a minute on two cores."""
+    return run_layouts(checkpoint, tmp_path_factory.mktemp("layouts"), SENT_IN)
 
 
 @pytest.mark.parametrize("name", TWO_RANKS)
@@ -101,13 +121,20 @@ def test_experts_are_balanced_over_all_ranks(run_layout, name: str) -> None:
 @pytest.mark.parametrize("name", [*LAYOUTS, "bf16"])
 def test_weights_and_state_round_trip(run_layout, name: str) -> None:
     result = run_layout(name)
-    assert result["not_served"] == {strategy: [0, 0, 0, 0, 0, 0] for strategy in STRATEGIES}
+    assert result["not_served"] == {strategy: [0, 0, 0, 0, 0, 0] for strategy in SENT_IN[name]}
     assert result["round_trip_exact"], "gathering what was put in must give the same bits"
     assert result["restored_step"] == 1
     assert result["restored_equal"], "a saved and loaded state must give the same bits"
     for rank in result["by_rank"]:
         assert rank["state_restored_equal"], "so must master weights and moments"
         assert rank["differences_to_megatron"] == []
+
+
+@pytest.mark.faults("layouts")
+def test_every_layout_sends_every_precision(checkpoint, tmp_path: Path) -> None:
+    run = run_layouts(checkpoint, tmp_path, dict.fromkeys(SENT_IN, STRATEGIES))
+    for name in SENT_IN:
+        assert run(name)["not_served"] == {strategy: [0, 0, 0, 0, 0, 0] for strategy in STRATEGIES}, name
 
 
 @pytest.mark.parametrize("name", TWO_RANKS)
