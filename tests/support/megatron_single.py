@@ -12,12 +12,13 @@ import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 
 import torch
+from tests.support.forked_programs import ForkedProgram
 
 from posttrain.cluster.rendezvous import FILE_VARIABLE
 from posttrain.config.schema import Architecture, Config
@@ -66,7 +67,7 @@ def started_ranks(
     *arguments: str,
     logs: Path | None = None,
     environment: Mapping[str, str] = MappingProxyType({}),
-) -> Iterator[list[subprocess.Popen]]:
+) -> Iterator[list[subprocess.Popen[str]] | list[ForkedProgram]]:
     """Run a script once per rank over gloo, for the block.
 
     Args:
@@ -76,25 +77,37 @@ def started_ranks(
         logs: Gets `{rank}.log`.
         environment: Variables of theirs.
     """
-    shared = {**os.environ, "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1"}
-    shared |= {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", **environment}
+    shared = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **environment}
+    start = ForkedProgram if is_forkable(environment) else start_interpreter
     processes = []
     for rank in range(num_ranks):
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} | ({LOG_VARIABLE: str(logs / f"{rank}.log")} if logs else {})
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, str(script), *arguments],
-                env=shared | own,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
+        processes.append(start(script, arguments, shared | own))
     try:
         yield processes
     finally:
         for process in processes:
             process.kill()
+
+
+def is_forkable(environment: Mapping[str, str]) -> bool:
+    """Tell whether a fork does: libraries read variables when they are loaded, and CUDA wants new processes."""
+    return not environment and not torch.cuda.is_available()
+
+
+def start_interpreter(
+    program: Path | str, arguments: Sequence[str], variables: Mapping[str, str]
+) -> subprocess.Popen[str]:
+    """Start a script or module; its output is one."""
+    words = [str(program)] if isinstance(program, Path) else ["-m", program]
+    return subprocess.Popen(
+        [sys.executable, *words, *arguments],
+        cwd=CONFIG_DIR.parent,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 def run_ranks(
@@ -125,13 +138,14 @@ def run_gangs(
         timeout: Seconds for all gangs.
         environment: Variables of theirs.
     """
-    done = subprocess.run(
-        [sys.executable, "-m", f"tests.support.{program}", json.dumps(order)],
-        cwd=CONFIG_DIR.parent, env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True, text=True, timeout=timeout, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, f"{program} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-6000:]}"
-    return done.stdout
+    start = ForkedProgram if is_forkable(environment) else start_interpreter
+    process = start(f"tests.support.{program}", [json.dumps(order)], environment)
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    finally:
+        process.kill()
+    assert process.returncode == 0, f"{program} ended with {process.returncode}:\n{output[-6000:]}"
+    return output
 
 
 def run_forked(num_ranks: int, meeting: Path, work: Callable[[], object]) -> None:
