@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from tests.support.forked_programs import run_posttrain
 
 from posttrain.config.command_line import read_request
 from posttrain.config.load import Resolved, merge
@@ -47,8 +47,7 @@ ROUND_TRIPS = {
 
 
 def run(folder: Path, *words: object, code: int = 0) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "posttrain", *map(str, words)]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=120)
+    done = run_posttrain(*words, folder=folder)
     assert done.returncode == code, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     return done

@@ -1,12 +1,11 @@
 import os
-import subprocess
-import sys
+
+from tests.support.forked_programs import run_posttrain
 
 
 def rehearse(folder, *words):
     environment = os.environ | {"POSTTRAIN_REHEARSAL_ENV": str(folder / "nowhere")}
-    command = [sys.executable, "-m", "posttrain", "rehearse", *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, env=environment)
+    return run_posttrain("rehearse", *words, folder=folder, environment=environment)
 
 
 def test_without_its_environment_it_says_how_to_make_it(tmp_path):

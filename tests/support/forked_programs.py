@@ -28,14 +28,24 @@ class ForkedProgram:
     Args:
         program: The path of a script, or the name of a module.
         arguments: Its own.
-        variables: Its environment, beyond this process's; OpenMP has one thread.
+        environment: All of its variables.
+        folder: Its working folder; by default that in which the tests began.
+        errors_apart: Keep standard error apart from the output.
     """
 
-    def __init__(self, program: Path | str, arguments: Sequence[str], variables: Mapping[str, str]):
-        self._output = tempfile.NamedTemporaryFile(prefix="output-")  # noqa: SIM115, as long as this object
-        environment = {**os.environ, **variables, **ONE_THREAD}
-        words = (str(program), isinstance(program, Path), list(arguments), environment, self._output.name)
-        self._process = _context().Process(target=_run, args=words)
+    def __init__(
+        self,
+        program: Path | str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        folder: Path | None = None,
+        errors_apart: bool = False,
+    ):
+        self._files = tempfile.TemporaryDirectory(prefix="forked-")
+        self._output = Path(self._files.name, "output")
+        self._errors = Path(self._files.name, "errors") if errors_apart else self._output
+        words = (str(program), isinstance(program, Path), list(arguments), dict(environment), folder)
+        self._process = _context().Process(target=_run, args=(*words, self._output, self._errors))
         self._process.start()
         assert self._process.pid
         self.pid = self._process.pid
@@ -58,17 +68,42 @@ class ForkedProgram:
         """End it."""
         self._process.kill()
 
-    def communicate(self, timeout: float) -> tuple[str, None]:
-        """Wait for its end, and return what it has printed.
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        """Wait for its end, and return its output and, where they are apart, its errors.
 
         Raises:
             subprocess.TimeoutExpired: It has not ended in time.
         """
         self._process.join(timeout)
-        output = Path(self._output.name).read_text()
+        output, errors = (path.read_text() if path.exists() else "" for path in (self._output, self._errors))
         if self._process.exitcode is None:
-            raise subprocess.TimeoutExpired("a forked program", timeout, output)
-        return output, None
+            raise subprocess.TimeoutExpired("a forked program", timeout, output, errors)
+        return output, errors if self._errors != self._output else ""
+
+
+def run_program(
+    program: Path | str,
+    *words: object,
+    folder: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    timeout: float = 300,
+) -> subprocess.CompletedProcess[str]:
+    """Run a script or module to its end; see `ForkedProgram`."""
+    arguments = [*map(str, words)]
+    process = ForkedProgram(program, arguments, os.environ if environment is None else environment, folder, True)
+    try:
+        output, errors = process.communicate(timeout)
+    finally:
+        process.kill()
+    assert process.returncode is not None
+    return subprocess.CompletedProcess([str(program), *arguments], process.returncode, output, errors)
+
+
+def run_posttrain(
+    *words: object, folder: Path | None = None, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a command as `python -m posttrain` does."""
+    return run_program("posttrain", *words, folder=folder, environment=environment)
 
 
 @functools.cache
@@ -84,12 +119,22 @@ def _context() -> ForkServerContext:
     return context
 
 
-def _run(program: str, is_script: bool, arguments: list[str], environment: dict[str, str], output: str) -> None:
-    place = os.open(output, os.O_WRONLY | os.O_APPEND)
-    os.dup2(place, 1)
-    os.dup2(place, 2)
-    os.close(place)
+def _run(
+    program: str,
+    is_script: bool,
+    arguments: list[str],
+    environment: dict[str, str],
+    folder: Path | None,
+    output: Path,
+    errors: Path,
+) -> None:
+    for number, path in ((1, output), (2, errors)):
+        place = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        os.dup2(place, number)
+        os.close(place)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    if folder:
+        os.chdir(folder)
     os.environ.clear()
     os.environ |= environment
     sys.argv = [program, *arguments]

@@ -89,14 +89,12 @@ def run(
     tensors = {name: t for file in checkpoint.glob("*.safetensors") for name, t in load_file(file).items()}
     fill(weights, tensors)
     policy.optimizer.reload_model_params()
-    exact = digest((name, t) for name, t in weights.gather())
-    is_source = digest((name, tensors[name]) for name in weights.names)
+    is_exact = is_gathered_exactly(weights, tensors)
     not_served = {strategy: count_not_served(policy, weights, tensors, strategy) for strategy in strategies}
     grpo, groups = PolicyGradient(config.algorithm, 32), make_groups(config.model.architecture.vocab_size)
     (update,) = make_updates(config, grpo, groups, parallel_state.get_data_parallel_rank())
     update = update.with_old_logprobs(train_step.compute_logprobs(policy, update.batches))
     statistics = train_step.update(policy, grpo, update.micro_batches(grpo.needs), lr=1e-3)
-    logprobs = gathered_logprobs(update)
     after = dict(weights.gather(dtype=torch.float32))
     folder.mkdir(exist_ok=True)
     prepare_save(policy, 1, folder)()
@@ -115,7 +113,7 @@ def run(
     if other:
         copy_state(build_policy(config), other, folder.with_name("copy"))
     result = {
-        "round_trip_exact": exact == is_source,
+        "round_trip_exact": is_exact,
         "not_served": not_served,
         "statistics": flat(statistics),
         "second": flat(again),
@@ -125,7 +123,7 @@ def run(
         "restored_step": restored_step,
         "state_restored_equal": state_is_equal,
         "differences_to_megatron": differences,
-        "logprobs": logprobs,
+        "logprobs": gathered_logprobs(update),
     }
     if dist.get_rank() == 0:
         result["restored_equal"] = all(torch.equal(after[name], restored[name]) for name in after)
@@ -382,6 +380,10 @@ def differences_to_megatron(policy, folder: Path) -> list[str]:
         num_keys += 1
         different += [] if torch.equal(stored, expected.data.view(sizes)) else [expected.key]
     return different if num_keys else ["nothing was gathered"]
+
+
+def is_gathered_exactly(weights, tensors) -> bool:
+    return digest(weights.gather()) == digest((name, tensors[name]) for name in weights.names)
 
 
 def digest(named) -> str:

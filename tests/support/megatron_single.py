@@ -18,7 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import torch
-from tests.support.forked_programs import ForkedProgram
+from tests.support.forked_programs import ONE_THREAD, ForkedProgram
 
 from posttrain.cluster.rendezvous import FILE_VARIABLE
 from posttrain.config.schema import Architecture, Config
@@ -77,7 +77,8 @@ def started_ranks(
         logs: Gets `{rank}.log`.
         environment: Variables of theirs.
     """
-    shared = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **environment}
+    shared = {**os.environ, "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1"}
+    shared |= {"MASTER_PORT": str(free_port()), **ONE_THREAD, **environment}
     start = ForkedProgram if is_forkable(environment) else start_interpreter
     processes = []
     for rank in range(num_ranks):
@@ -96,14 +97,14 @@ def is_forkable(environment: Mapping[str, str]) -> bool:
 
 
 def start_interpreter(
-    program: Path | str, arguments: Sequence[str], variables: Mapping[str, str]
+    program: Path | str, arguments: Sequence[str], environment: Mapping[str, str]
 ) -> subprocess.Popen[str]:
     """Start a script or module; its output is one."""
     words = [str(program)] if isinstance(program, Path) else ["-m", program]
     return subprocess.Popen(
         [sys.executable, *words, *arguments],
         cwd=CONFIG_DIR.parent,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+        env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -139,7 +140,7 @@ def run_gangs(
         environment: Variables of theirs.
     """
     start = ForkedProgram if is_forkable(environment) else start_interpreter
-    process = start(f"tests.support.{program}", [json.dumps(order)], environment)
+    process = start(f"tests.support.{program}", [json.dumps(order)], {**os.environ, **ONE_THREAD, **environment})
     try:
         output, _ = process.communicate(timeout=timeout)
     finally:

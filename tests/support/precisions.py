@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tests.support.evaluation_inputs import ROOT, make_inputs
 from tests.support.folders_in_parts import make_folder
+from tests.support.forked_programs import run_program
 
 from posttrain.checkpoint.parts.converted_folder import RecodedFolder
 from posttrain.checkpoint.quantization.quantize import Quantization
@@ -51,5 +52,7 @@ def words_of(folder: Path, words: list[object], precision: str, checkpoint: Path
 
 def run_script(name: str, words: list[object], around: Sequence[object] = ()) -> subprocess.CompletedProcess[str]:
     """Run a step to its end, behind what starts engines for it, if anything does."""
+    if not around:
+        return run_program(ROOT / "scripts" / f"{name}.py", *words)
     command = [*around, sys.executable, ROOT / "scripts" / f"{name}.py", *words]
     return subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=300, check=False)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+from tests.support.forked_programs import run_posttrain
 
 SECRET = "of those who may ask"
 EMBEDDED = ("--engine", "embedded", "--hardware", "cpu")
@@ -21,10 +22,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def serve(folder: Path, *words: object, code: int = 0) -> str:
-    command = [sys.executable, "-m", "posttrain", "serve", *map(str, words)]
-    done = subprocess.run(
-        command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300, check=False
-    )
+    done = run_posttrain("serve", *words, folder=folder, environment=environment())
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
 

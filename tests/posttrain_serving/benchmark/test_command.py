@@ -2,10 +2,9 @@
 
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
+from tests.support.forked_programs import run_posttrain
 from tests.support.scripted_endpoint import scripted_endpoint
 from tests.support.served_in_foreground import SECRET, serving
 from tests.support.tiny_checkpoint import TINY_QWEN3, make_random_checkpoint
@@ -26,8 +25,7 @@ def address():
 
 
 def ask(folder, url, *options, model="single"):
-    command = [sys.executable, "-m", "posttrain", "benchmark", url, "--model", model, *SHORT, *options]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    return run_posttrain("benchmark", url, "--model", model, *SHORT, *options, folder=folder)
 
 
 def test_a_table_a_page_and_files(address, tmp_path):

@@ -1,8 +1,7 @@
 import json
 import socket
-import subprocess
-import sys
 
+from tests.support.forked_programs import run_posttrain
 from tests.support.resolved_words import resolved_words
 
 
@@ -10,8 +9,7 @@ def check(folder, overrides=""):
     roots = f"site.store={folder}/store site.results={folder}/results site.node_local={folder}/local"
     workflow = {"model": "tiny", "site": "local", "set": f"{roots} {overrides}"}
     chosen = [*resolved_words(workflow, folder), "--output", folder / "check.json"]
-    command = [sys.executable, "-m", "posttrain", "check", *chosen]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return run_posttrain("check", *chosen)
 
 
 def test_a_machine_that_has_everything_passes(tmp_path):

@@ -1,10 +1,9 @@
 import dataclasses
 import os
-import subprocess
-import sys
 import time
 
 import pytest
+from tests.support.forked_programs import run_posttrain
 from tests.support.small_disk import small_disk
 
 from posttrain.store import Receipt, receipt_of, record_files, write_json, write_receipt
@@ -26,10 +25,9 @@ def folder(tmp_path):
 
 def gc(store, *more, unused_days=14, code=0):
     chosen = f"set=site.store={store} site.unused_days={unused_days}"
-    command = [sys.executable, "-m", "posttrain", "gc", chosen, *more]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    assert done.returncode == code, done.stdout
-    return done.stdout
+    done = run_posttrain("gc", chosen, *more)
+    assert done.returncode == code, done.stderr
+    return done.stdout + done.stderr
 
 
 def test_it_shows_and_deletes_only_on_demand(tmp_path, folder):

@@ -1,8 +1,7 @@
 import dataclasses
-import subprocess
-import sys
 
 import pytest
+from tests.support.forked_programs import run_posttrain
 from tests.support.tiny_checkpoint import ALL, TINY, TINY_MOONLIGHT, make_random_checkpoint
 
 from posttrain.checkpoint.formats.hf_layout import read_object
@@ -14,8 +13,7 @@ from posttrain.store import write_json
 
 
 def _made(folder, *words):
-    command = [sys.executable, "-m", "posttrain", "model", *map(str, words)]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    return run_posttrain("model", *words, folder=folder)
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -1,13 +1,12 @@
 import json
-import subprocess
-import sys
+
+from tests.support.forked_programs import run_posttrain
 
 PAGE = "results/plans/glm5-16xh200.html"
 
 
 def plan(folder, *words):
-    command = [sys.executable, "-m", "posttrain", "plan", *words]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    done = run_posttrain("plan", *words, folder=folder)
     return done, json.loads((folder / PAGE).with_suffix(".json").read_text())
 
 

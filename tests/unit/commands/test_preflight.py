@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
+from tests.support.forked_programs import run_posttrain
 from tests.support.resolved_words import resolved_words
 
 
 def preflight(folder: Path, **choice: object) -> subprocess.CompletedProcess[str]:
     roots = f"site.results={folder}/results site.node_local={folder}/local"
     workflow = {"model": "tiny", "site": "local", "run": "mine", "set": roots, **choice}
-    command = [sys.executable, "-m", "posttrain", "preflight", *resolved_words(workflow, folder)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    return run_posttrain("preflight", *resolved_words(workflow, folder))
 
 
 def test_a_machine_that_is_fit(tmp_path: Path) -> None:

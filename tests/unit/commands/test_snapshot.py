@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
+from tests.support.forked_programs import run_posttrain
 from tests.support.resolved_words import resolved_words
 from tests.support.synthetic_run import make_run, workflow_of
 
@@ -16,8 +15,7 @@ def test_before_anything_has_begun_and_after_all_is_done(tmp_path: Path) -> None
         (workflow_of(tmp_path, 5), tmp_path / "results" / "*" / "snapshot.html", "<b>So far</b>: 0 steps of 5"),
         (finished.workflow, finished.paths.snapshot, "<h2>The model got better</h2>"),
     ):
-        command = [sys.executable, "-m", "posttrain", "snapshot", *resolved_words(workflow, tmp_path)]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        done = run_posttrain("snapshot", *resolved_words(workflow, tmp_path), folder=tmp_path)
         assert done.returncode == 0, done.stderr
         (found,) = Path("/").glob(str(page).lstrip("/"))
         assert words in found.read_text()

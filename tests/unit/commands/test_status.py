@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 from tests.support.begun_runs import begin_run, workflow_of
+from tests.support.forked_programs import run_posttrain
 from tests.support.resolved_words import resolved_words
 
 from posttrain.store.lease import Lease
@@ -11,8 +12,7 @@ from posttrain.store.lease import Lease
 
 def status(results, **more):
     words = resolved_words(workflow_of(results, **more), results.parent)
-    command = [sys.executable, "-m", "posttrain", "status", *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_posttrain("status", *words)
     return done.returncode, done.stdout, done.stderr
 
 

@@ -1,8 +1,7 @@
 import json
-import subprocess
-import sys
 
 import pytest
+from tests.support.forked_programs import run_posttrain
 from tests.support.resolved_words import resolved_words
 from tests.support.synthetic_run import make_run
 
@@ -14,8 +13,7 @@ def made(tmp_path):
 
 def verify(made, *more):
     chosen = resolved_words(made.workflow, made.paths.run.parent.parent)
-    command = [sys.executable, "-m", "posttrain", "verify", *chosen, *more]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return run_posttrain("verify", *chosen, *more)
 
 
 def test_an_untouched_run_is_proven(made):

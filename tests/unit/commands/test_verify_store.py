@@ -1,8 +1,7 @@
 import shutil
-import subprocess
-import sys
 
 import pytest
+from tests.support.forked_programs import run_posttrain
 from tests.support.resolved_words import resolved_words
 from tests.support.synthetic_run import make_run
 
@@ -17,8 +16,7 @@ def made(tmp_path):
 
 def verify_store(made):
     chosen = resolved_words(made.workflow, made.paths.run.parent.parent)
-    command = [sys.executable, "-m", "posttrain", "verify-store", *chosen]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return run_posttrain("verify-store", *chosen)
 
 
 def test_the_checkpoints_are_proven_before_there_is_a_run(made):
