@@ -17,7 +17,7 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-IMPORTED = ["posttrain.training.assembly"]
+IMPORTED = ["posttrain.rl.training.assembly"]
 # OpenMP reads it when it is loaded.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
@@ -128,6 +128,7 @@ def _run(
     output: Path,
     errors: Path,
 ) -> None:
+    assert {*IMPORTED} <= sys.modules.keys(), "multiprocessing passes over what it cannot import"
     for number, path in ((1, output), (2, errors)):
         place = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         os.dup2(place, number)
