@@ -13,6 +13,7 @@ PAGES = sorted(
     for folder in (".", "docs", "docs/decisions", "envs", "findings", "config", "benchmarks")
     for path in (ROOT / folder).glob("*.md")
 )
+RECORD = re.compile(r"docs/decisions/(\d{3})")
 LINK = re.compile(r"\]\(([^()\s]+)\)")
 
 
@@ -21,6 +22,19 @@ def anchors_of(page: Path) -> set[str]:
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ +(.+?) *$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_records_that_code_names_are_there() -> None:
+    kept = {path.name[:3] for path in (ROOT / "docs/decisions").glob("*.md")}
+    named = {
+        (str(file.relative_to(ROOT)), number)
+        for folder in ("workflow", "scripts", "tests", "benchmarks", "config", "envs")
+        for file in (ROOT / folder).rglob("*")
+        if file.suffix in {".py", ".smk", ".yaml", ".sh", ".md"}
+        for number in RECORD.findall(file.read_text(encoding="utf-8"))
+    }
+    assert {number for _, number in named} & kept, "no file names a record: the pattern finds nothing"
+    assert {(file, number) for file, number in named if number not in kept} == set()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -3,6 +3,7 @@
 A tensor of the device has no values. Small ones that come from the host, or from others that do, have a mirror: a
 tensor on the host to which the same operations are applied. So boundaries of sequences, masks, positions and counts are
 what they would be, and code that asks for their values gets them. Where nobody knows one, `unknown` says what it is.
+torch's fake mode alone has no values, and all code that asks for a count would have to be replaced.
 """
 
 from __future__ import annotations

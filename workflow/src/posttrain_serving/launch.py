@@ -194,7 +194,7 @@ def _revision(checkpoint: Checkpoint) -> list[Flag]:
 
 
 def _router(serve_request: ServeRequest) -> Process:
-    """One address for both kinds: a router sends each request to a pair of them; training has none (decision 032)."""
+    """One address for both kinds: a router sends each request to a pair. Training needs none (`prefill_pairs`)."""
     flags = (
         flag("--pd-disaggregation", True, reason="each request goes to an engine that prefills and one that decodes"),
         flag(

@@ -1,7 +1,8 @@
 """Replaces used spare nodes: each new one is a separate job in the queue.
 
 SLURM starts a user's commands in any of the user's jobs, so the node of such a job is used like those of the job that
-trains. It ends with that one (`spare_node`); here it is submitted, looked for and cancelled.
+trains. It ends with that one (`spare_node`); here it is submitted, looked for and cancelled. A training job cannot grow
+instead: SLURM merges jobs only where the site has set `permit_job_expansion`.
 """
 
 from __future__ import annotations

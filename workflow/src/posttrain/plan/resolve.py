@@ -1,7 +1,7 @@
 """The configuration as a whole: layers merged and checked, a layout where no file gives one, a begun run as it began.
 
-`config` cannot import the planner, which stands on it: `config.load.merge` takes the choice of a layout as a function
-(docs/decisions/009).
+`config` cannot import the planner, which is built on it: `config.load.merge` takes the choice of a layout as a
+function. A planner that registered itself on import would make the result depend on what was imported.
 """
 
 from __future__ import annotations

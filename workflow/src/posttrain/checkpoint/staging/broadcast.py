@@ -5,7 +5,8 @@ right, the node makes a torrent of it and tells the others, who fetch it by BitT
 has any of it. No node is special: one that dies is replaced by whoever claims next, one that comes late finds what
 there is, and one that comes last and alone reads the origin.
 
-The nodes meet in a folder on shared storage (`peer_registry`).
+The nodes meet in a folder on shared storage (`peer_registry`). SLURM's `sbcast` copies whole files within one
+allocation and starts again after a kill; aria2 takes no list of peers, so it would need a tracker.
 
 A file that was fetched counts only when our own hash of the whole agrees, and is synced. What a killed node had
 fetched is used by its next attempt: BitTorrent checks it piece by piece.

@@ -56,7 +56,7 @@ def indexer_flags(config: Config) -> list[Flag]:
     """Return the indexer's settings, which are set after Megatron's configuration is built.
 
     Megatron's own switch (`experimental_attention_variant="dsa"`) is left off: it selects Megatron's indexer (why ours
-    stays: docs/decisions/024); our layer reads the sizes from the same fields. `attention_chunk_tokens` and
+    stays: docs/decisions/028); our layer reads the sizes from the same fields. `attention_chunk_tokens` and
     `sparse_attention` are ours alone.
     """
     arch, kernel = config.model.architecture, sparse_kernel(config)

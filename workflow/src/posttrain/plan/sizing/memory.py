@@ -12,7 +12,7 @@ norms, router and indexer stand on every rank. Expert parallelism (EP) spreads t
 world / (TP PP); of an expert's over world / (EP ETP PP).
 
 Weights and gradients that are trained lie in one buffer each, dense and experts apart. Each tensor starts at a multiple
-of 64 elements and the buffer ends at a multiple of lcm(shards, 128). The indexer is frozen (docs/decisions/007) and the
+of 64 elements and the buffer ends at a multiple of lcm(shards, 128). The indexer is frozen (`glm5/indexer.py`) and the
 router's bias is no parameter: both have neither gradient nor state.
 
 Source: megatron-core 0.19.2, `core/distributed/param_and_grad_buffer.py` (buffers and their padding),

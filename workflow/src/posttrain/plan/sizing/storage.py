@@ -19,7 +19,7 @@ from posttrain.plan.sizing.node_copy import node_copy
 from posttrain.plan.sizing.routes import stored_routes_bytes
 
 # What Megatron saves per trained parameter beside the weight: FP32 master copy, first and second moment. The indexer is
-# frozen (docs/decisions/007) and has no state.
+# frozen (`glm5/indexer.py`) and has no state.
 OPTIMIZER_STATE_BYTES = 12
 NOT_MODELLED = (
     "storage: datasets, logs, persisted rollouts but for routes, file headers; the NVFP4 checkpoint, made on demand",

@@ -2,7 +2,7 @@
 
 Three faults leave no tensor missing: a stale copy of another tensor, a tensor under a name that transformers reads as
 another one, and a config that makes another model of the same tensors. Bytes show the first, log-probabilities the
-others.
+others. transformers computes in FP32, so only the trainer has rounded, and the bound is that of BF16.
 """
 
 from __future__ import annotations

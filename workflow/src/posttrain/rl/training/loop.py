@@ -1,7 +1,8 @@
 """A step on one page: rollout, old log-probabilities, mismatch, update(s), weight sync, checkpoint.
 
-Every rank runs this loop. Rank 0 also talks to the engines, writes metrics and commits checkpoints. All that a step
-depends on is the weights and the step's number, so a run that was killed anywhere continues with the same bits.
+Every rank runs this loop. Rank 0 also talks to the engines, in its own thread because a synchronous rollout leaves it
+nothing else to do, writes metrics and commits checkpoints. A step depends on the weights and its number alone, so a run
+that was killed anywhere continues with the same bits.
 
 A checkpoint is written while the next step's rollout runs, which leaves the trainer's state alone.
 """

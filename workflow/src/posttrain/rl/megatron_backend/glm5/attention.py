@@ -4,6 +4,9 @@ Megatron's `MLASelfAttention` builds the projections and computes query, key, va
 things are ours: the core attention (selected keys, packed rows), and that the indexer is fed with the latent *after*
 its norm, as in the model that was pre-trained. On GPUs long rows are attended to in the latent's space, by a kernel of
 Megatron's that reads the chosen keys alone (`latent_space`).
+
+Context parallelism gathers the keys and values of one layer. A ring would not, but its merge of partial softmaxes
+rounds differently for each number of ranks.
 """
 
 from __future__ import annotations
