@@ -10,10 +10,10 @@ from tests.support.workflow_runs import ROOT
 
 PAGES = sorted(
     path
-    for folder in (".", "docs", "docs/decisions", "envs", "findings", "config", "benchmarks")
+    for folder in (".", "docs", "docs/decisions", "tests", "envs", "findings", "config", "benchmarks")
     for path in (ROOT / folder).glob("*.md")
 )
-RECORD = re.compile(r"docs/decisions/(\d{3})")
+NAMED = re.compile(r"\bdocs/(?:decisions/(\d{3})|([a-z-]+)\.md)")
 LINK = re.compile(r"\]\(([^()\s]+)\)")
 
 
@@ -24,17 +24,23 @@ def anchors_of(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_records_that_code_names_are_there() -> None:
-    kept = {path.name[:3] for path in (ROOT / "docs/decisions").glob("*.md")}
+def test_pages_and_records_that_code_names_are_there() -> None:
+    there = {path.name[:3] for path in (ROOT / "docs/decisions").glob("*.md")}
+    there |= {path.stem for path in (ROOT / "docs").glob("*.md")}
     named = {
-        (str(file.relative_to(ROOT)), number)
-        for folder in ("workflow", "scripts", "tests", "benchmarks", "config", "envs")
+        (str(file.relative_to(ROOT)), record or page)
+        for folder in ("workflow", "scripts", "tests", "benchmarks", "config", "envs", "findings")
         for file in (ROOT / folder).rglob("*")
-        if file.suffix in {".py", ".smk", ".yaml", ".sh", ".md"}
-        for number in RECORD.findall(file.read_text(encoding="utf-8"))
+        if file.suffix in {".py", ".smk", ".yaml", ".sh", ".md", ".json"}
+        for record, page in NAMED.findall(_without_addresses(file.read_text(encoding="utf-8", errors="ignore")))
     }
-    assert {number for _, number in named} & kept, "no file names a record: the pattern finds nothing"
-    assert {(file, number) for file, number in named if number not in kept} == set()
+    assert len({name for _, name in named} & there) > 10, "the pattern finds no pages"
+    assert {(file, name) for file, name in named if name not in there} == set()
+
+
+def _without_addresses(text: str) -> str:
+    """Pages of other projects are no pages of ours: https://..., or `(owner/repository, docs/page.md`."""
+    return re.sub(r"https?://\S+|\([\w-]+/[\w.-]+, docs/[\w./-]+", "", text)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -1,4 +1,4 @@
-"""`docs/flags.md` against the flags of the published recipes and against our keys."""
+"""The tables of every flag in `docs/coming-from.md` against the flags of the published recipes and against our keys."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 from posttrain.config.request import WORKFLOW_KEYS
 from posttrain.config.schema import Config
 
-PAGE = (Path(__file__).resolve().parents[3] / "docs" / "flags.md").read_text(encoding="utf-8")
+_TEXT = (Path(__file__).resolve().parents[3] / "docs" / "coming-from.md").read_text(encoding="utf-8")
+PAGE = _TEXT.partition("## Every flag\n")[2]
 # Every flag and variable of radixark/miles at 31f1ca961, scripts/run_glm5_744b_a40b.py, and THUDM/slime at 624b824a8,
 # scripts/run-glm5-744B-A40B.sh; those of the model's file without the families that the page names by a pattern.
 RECIPE = """

@@ -1,7 +1,7 @@
 """The numbers of the recipes, by meaning, against the facts that are published of them.
 
 Sources: radixark/miles at 31f1ca961, scripts/run_glm5_744b_a40b.py (1, 6 and 16 nodes); THUDM/slime at 624b824a8,
-scripts/run-glm5-744B-A40B.sh (32 nodes). `docs/flags.md` maps their flags to ours.
+scripts/run-glm5-744B-A40B.sh (32 nodes). `docs/coming-from.md` maps their flags to ours.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ def test_no_recipe_unless_it_is_asked_for():
 
 
 def figures(config):
-    """Return the planner's figures of a recipe, as they stand in docs/production.md."""
+    """Return the planner's figures of a recipe, as they stand in docs/planning.md."""
     served, work, engine = engine_memory(config), workload(config), config.engine
     cost = assess_layout(config, served).cost
     seconds = step_durations(config, Bandwidths().shared_storage)
@@ -271,8 +271,8 @@ def figures(config):
     }
 
 
-def test_the_figures_of_the_production_page_are_the_planners():
-    text = (ROOT / "docs" / "production.md").read_text(encoding="utf-8")
+def test_the_figures_of_the_planning_page_are_the_planners():
+    text = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
     small, large = figures(recipe("glm5", 16).config), figures(recipe("glm5", 16, recipe="production").config)
     for name, value in small.items():
         assert f"| {name} | {value} | {large[name]} |" in text, name

@@ -95,7 +95,7 @@ def _refuse_fine_tuning(found: Script) -> None:
         given = found.flags.get(name)
         if given and mark in " ".join(given.values):
             allowed = "the flags of a training with rewards"
-            remedy = "begin with recipe=sft and set its keys (docs/sft.md)"
+            remedy = "begin with recipe=sft and set its keys (docs/algorithms.md)"
             raise ConfigError([Problem(name, f"{' '.join(given.values)} ({given.place})", allowed, remedy)])
 
 

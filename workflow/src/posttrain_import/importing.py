@@ -1,4 +1,4 @@
-"""From the flags of a launch script to values of our keys: the table behind docs/flags.md, read from left to right.
+"""From the flags of a launch script to values of our keys: the table of docs/coming-from.md, read from left to right.
 
 A key is written down where the configuration without it would have another value, layout and all. At the end the
 planner's own tables of flags are held against the script's: what they do not agree on is told as not taken over.

@@ -1,8 +1,8 @@
-"""Tables of docs/flags.md and docs/coming-from.md, printed from the rows of the table.
+"""The tables of docs/coming-from.md, printed from the rows of the table.
 
-    python -m posttrain_import.page docs/flags.md docs/coming-from.md
+    python -m posttrain_import.page docs/coming-from.md
 
-writes them anew between the comments that name them; a test compares the pages with it.
+writes them below the comments that name them; a test compares the page with it.
 """
 
 from __future__ import annotations

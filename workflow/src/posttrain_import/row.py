@@ -1,4 +1,4 @@
-"""One row of the table behind docs/flags.md: flags of slime and miles, what we give their programs, and our keys.
+"""One row of the table behind docs/coming-from.md: flags of slime and miles, our programs' flags, and our keys.
 
 The page is printed from the rows, and `posttrain import-flags` goes through them in the other direction.
 """

@@ -1,4 +1,4 @@
-"""The table behind docs/flags.md: every flag of slime and miles that is known here, by its name."""
+"""The table behind docs/coming-from.md: every flag of slime and miles that is known here, by its name."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def of_run(resolved: Resolved, precision: str) -> Checkpoint:
     serving = resolved.config.serving
     if precision == "nvfp4" and (serving.format, serving.weights) != ("nvfp4", "trained"):
         value = f"nvfp4 with serving.format={serving.format}, serving.weights={serving.weights}"
-        remedy = "add set='serving.weights=trained' to the words of the run (docs/quantisation.md)"
+        remedy = "add set='serving.weights=trained' to the words of the run (docs/checkpoints.md)"
         raise ConfigError([Problem("--precision", value, "serving.format=nvfp4, serving.weights=trained", remedy)])
     folder = {"fp8": paths.export_fp8, "nvfp4": paths.serving}.get(precision, paths.hf_export)
     missing = "" if (folder / CONFIG_FILE).is_file() else f"`snakemake {receipt_of(folder)}` of this configuration"
@@ -165,7 +165,7 @@ def _checked(found: Checkpoint, precision: str) -> Checkpoint:
     if not precision or precision == found.precision:
         return found
     made = {"fp8": "finalize_rollout_fp8", "nvfp4": "finalize_serving", "bf16": "finalize_bf16"}[precision]
-    remedy = f"leave --precision out, or make it: `snakemake {made}` (docs/quantisation.md), and give that folder"
+    remedy = f"leave --precision out, or make it: `snakemake {made}` (docs/checkpoints.md), and give that folder"
     raise ConfigError([Problem("--precision", precision, f"{found.precision}, which {found.place} is in", remedy)])
 
 

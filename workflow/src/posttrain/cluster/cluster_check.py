@@ -53,6 +53,6 @@ def _check_rights(cluster: Cluster, namespace: str) -> Finding:
     ]
     if not missing:
         return ok("rights", f"JobSets and pods of namespace {namespace}")
-    remedy = "docs/kubernetes.md has the role that is needed"
+    remedy = "docs/cluster.md has the role that is needed"
     found = f"{namespace}: no right to {', '.join(missing)}"
     return failed("rights", "site.kubernetes.namespace", found, "get, create, delete and follow JobSets", remedy)

@@ -1,4 +1,4 @@
-"""What a calibration reads before weights become NVFP4: passes over conversations (docs/quantisation.md)."""
+"""What a calibration reads before weights become NVFP4: passes over conversations (docs/checkpoints.md)."""
 
 from __future__ import annotations
 

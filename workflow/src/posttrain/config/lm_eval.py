@@ -9,7 +9,7 @@ from posttrain.document import _doc
 
 @dataclass(frozen=True)
 class LmEval:
-    """lm-eval's suites, when the rule `lm_eval` is asked for (docs/lm-eval.md)."""
+    """lm-eval's suites, when the rule `lm_eval` is asked for (docs/evaluation.md)."""
 
     tasks: list[str] = _doc("Names of tasks or groups, of lm-eval's own or of `task_folder`", [])
     task_folder: str = _doc("Folder with task files (YAML) of your own; empty: none", "")

@@ -198,7 +198,7 @@ class Training:
     seed: int = _doc("Seed of sampling and of the model-parallel RNG", minimum=0)
     objective: str = _doc(
         "rl: responses are sampled and learned from by their rewards (`algorithm`); sft: responses that the data give "
-        "become more likely, without engines (docs/sft.md)",
+        "become more likely, without engines (docs/algorithms.md)",
         "rl",
         choices=("rl", "sft"),
         unnamed="rl",

@@ -92,7 +92,7 @@ def _check_precision(config: Mapping[str, Any]) -> Iterator[Problem]:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         remedy = (
             "it is quantised already: give the BF16 checkpoint, or make it (`snakemake finalize_bf16`, "
-            "docs/quantisation.md) and name its folder with model.source.kind=folder and model.source.folder"
+            "docs/checkpoints.md) and name its folder with model.source.kind=folder and model.source.folder"
         )
         yield Problem(f"{CONFIG}: quantization_config", f"quant_method {method!r}", "none", remedy)
 

@@ -1,7 +1,7 @@
 """Flags and environment of the engines: SGLang's as version 0.5.23 parses them, and the embedded engine's own.
 
-`docs/flags.md` maps the recipe's spellings to these. An engine has a role: "unified" (prefills and decodes), or with
-prefill-decode disaggregation "prefill" and "decode", each with its own world size and batch.
+`docs/coming-from.md` maps the recipe's spellings to these. An engine has a role: "unified" (prefills and decodes), or
+with prefill-decode disaggregation "prefill" and "decode", each with its own world size and batch.
 
 What a GPU needs of its own stands in its file in `config/hardware`, under `hardware.kernels`.
 
