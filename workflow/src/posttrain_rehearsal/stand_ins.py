@@ -55,7 +55,7 @@ class _Compiled(ModuleType):
 def _provide_transformer_engine(recorder: Recorder) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the package says that its compiled part is missing
-        import transformer_engine
+        package: Any = importlib.import_module("transformer_engine")  # ours has its name
     from transformer_engine import common
 
     module = _Compiled("transformer_engine_torch")
@@ -63,7 +63,7 @@ def _provide_transformer_engine(recorder: Recorder) -> None:
         setattr(module, name, value)
     sys.modules["transformer_engine_torch"] = module
     common.load_framework_extension = lambda framework: None
-    transformer_engine.pytorch = importlib.import_module("transformer_engine.pytorch")
+    package.pytorch = importlib.import_module("transformer_engine.pytorch")
     utils: Any = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention.utils")
     choose = utils.get_attention_backend
     # It serves plain tensors, which these stand for.

@@ -28,7 +28,7 @@ THEIRS = (
     "megatron/core/pipeline_parallel/",
     "megatron/core/transformer/moe/",
 )
-OURS = ("megatron_backend/", "training/", "weight_sync/", "algorithm/", "batching/")
+OURS = tuple(f"rl/{part}/" for part in ("megatron_backend", "training", "weight_sync", "algorithm", "batching"))
 BETWEEN_STEPS = ((2, "rollout"), (2, "save"))
 # What tensors of the state are to the table of phases.
 PART_OF = {"weights": TRAINER, "gradients": OPTIMIZER, "optimizer": OPTIMIZER}
