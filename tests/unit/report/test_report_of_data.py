@@ -68,7 +68,7 @@ def test_a_run_without_a_check_has_no_such_section(run: RunData) -> None:
 
 
 def test_sources_and_graders_have_a_line_each(run: RunData) -> None:
-    names = ("source/a/pass_rate", "source/b/pass_rate", "reward/math", "rl/reward/own.py:polite")
+    names = ("source/a/pass_rate", "source/b/pass_rate", "reward/math", "reward/own.py:polite")
     rows = [{**row, **{name: (row["step"] + place) / 40 for place, name in enumerate(names)}} for row in run.rows]
     charts = {chart.title: chart for chart in learning_charts(dataclasses.replace(run, rows=rows))}
     assert [series.label for series in charts["Pass rate by source"].series] == ["a", "b"]
