@@ -17,7 +17,7 @@ export OMP_WAIT_POLICY := PASSIVE
 # Tests run side by side, file by file; one file always has one worker.
 WORKERS ?= 2
 
-.PHONY: help demo test test-faults test-gpu env env-reasoning-gym env-sglang env-vllm env-rehearsal env-bridge env-lm-eval env-python312 env-mooncake env-network env-slurm env-strace env-chromium lint clean
+.PHONY: help demo test test-faults test-gpu docs env env-reasoning-gym env-sglang env-vllm env-rehearsal env-bridge env-lm-eval env-python312 env-mooncake env-network env-slurm env-strace env-chromium lint clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -110,6 +110,13 @@ endif
 test: env env-reasoning-gym lint  ## everything that proves a change; REQUIRE=sglang installs SGLang and turns its skips into failures
 	CUDA_VISIBLE_DEVICES= pytest tests -m 'not faults' --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder \
 		--durations 40 --durations-min 10
+
+docs: $(VENV)/.docs  ## the site of all pages in build/site; a broken link or anchor fails
+	NO_MKDOCS_2_WARNING=1 mkdocs build --strict
+
+$(VENV)/.docs: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --constraint envs/cpu/constraints.txt --editable '.[docs]'
+	touch $@
 
 # In an environment with CUDA, such as the GPU image's, which `make env` does not make: docs/first-gpu.md.
 test-gpu:  ## what one runs first on a machine with GPUs, in order; the first that fails ends it (docs/first-gpu.md)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from tests.support.workflow_runs import ROOT
 
 PAGES = sorted(
@@ -14,6 +16,8 @@ PAGES = sorted(
     for path in (ROOT / folder).glob("*.md")
 )
 NAMED = re.compile(r"\bdocs/(?:decisions/(\d{3})|([a-z-]+)\.md)")
+# Drawn when the site is built.
+GENERATED = {"rules.md"}
 LINK = re.compile(r"\]\(([^()\s]+)\)")
 
 
@@ -22,6 +26,21 @@ def anchors_of(page: Path) -> set[str]:
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ +(.+?) *$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = list(pages_in(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
+    assert len(navigation) == len(set(navigation))
+    assert set(navigation) - GENERATED == {str(page.relative_to(ROOT)) for page in PAGES}
+
+
+def pages_in(entry: str | list | dict) -> Iterator[str]:
+    """Yield the pages of a part of the navigation."""
+    if isinstance(entry, str):
+        yield entry
+    else:
+        for part in entry.values() if isinstance(entry, dict) else entry:
+            yield from pages_in(part)
 
 
 def test_pages_and_records_that_code_names_are_there() -> None:
