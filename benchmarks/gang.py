@@ -133,7 +133,7 @@ def job_seconds(cluster: Cluster, folder: Path, command: str) -> float:
 
 
 def gang(paths: Paths, folder: Path) -> str:
-    """Return the command of rule train_grpo."""
+    """Return the command of rule train."""
     words = {
         "--experiment": paths.experiment,
         "--config": paths.config,
@@ -147,7 +147,7 @@ def gang(paths: Paths, folder: Path) -> str:
         "--node-local": paths.node_local("{node}").with_name(folder.name),
         "--done": folder / "done.json",
     }
-    return shlex.join([sys.executable, str(ROOT / "scripts/train_grpo.py"), *flat(words)])
+    return shlex.join([sys.executable, str(ROOT / "scripts/train.py"), *flat(words)])
 
 
 def bare(paths: Paths, folder: Path) -> str:

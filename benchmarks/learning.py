@@ -41,7 +41,7 @@ def quick() -> None:
         settings = f"training.seed={seed} data.seed={data_seed}"
         code, output = dry_run(Path(folder), {"set": settings})
     assert code == 0, output
-    assert "train_grpo" in output
+    assert "train" in output
 
 
 def run_demo(folder: Path, seed: int, data_seed: int) -> dict:

@@ -35,7 +35,7 @@ ONE_STEP = FAST | {
 RANK, ENGINE = "trainer rank", "engine"
 # What is counted by itself. Whatever else these start counts as theirs.
 PROGRAMS = {
-    "scripts/train_grpo.py": "head",
+    "scripts/train.py": "head",
     "posttrain.cluster.node": "node",
     "posttrain.cluster.trainer_rank": RANK,
     "posttrain.rl.engines.embedded": ENGINE,
@@ -142,7 +142,7 @@ def trace(workflow: WorkflowFolder) -> dict[int, Traced]:
     options = ["-ff", "-ttt", "-y", "-s", "4096", "--seccomp-bpf", "-e", "signal=none"]
     words = ["strace", *options, "-e", f"trace={','.join((*OPENS, *STARTS, 'execve'))}", "-o", str(traces / "of")]
     ended = subprocess.run(
-        [*words, *workflow.command("train_grpo")],
+        [*words, *workflow.command("train")],
         cwd=workflow.folder,
         env=workflow.env,
         stdout=subprocess.PIPE,

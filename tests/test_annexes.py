@@ -79,7 +79,7 @@ def test_without_an_annex_its_commands_are_gone_and_all_else_is_there(copy: Copy
     for command, module in COMMANDS.items():
         assert (f"    {command} " in commands) == (not module.startswith(annex))
     copy.run("posttrain", "plan", "model=tiny", "site=local")
-    assert "train_grpo" in copy.run("snakemake", "-n", "--config", "model=tiny", "site=local")
+    assert "train" in copy.run("snakemake", "-n", "--config", "model=tiny", "site=local")
 
 
 @pytest.mark.faults("slow")

@@ -222,7 +222,7 @@ def test_bad_lines_of_a_dataset(workflow: WorkflowFolder, tmp_path: Path) -> Non
         "data.heldout_file": tmp_path / "heldout.jsonl",
     }
     expected = ["4 of 5 lines", "line 2: not JSON", "line 3: 'label' is missing", "line 4: 'prompt'", "line 5: a list"]
-    refusal = refuse(workflow, "train_grpo", settings=settings)
+    refusal = refuse(workflow, "train", settings=settings)
     refusal.check("download_dataset", *expected)
 
 
@@ -278,8 +278,8 @@ def test_a_full_disk(store: Path, tmp_path: Path) -> None:
 def test_a_port_in_use(workflow: WorkflowFolder) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        refusal = refuse(workflow, "train_grpo", settings={"engine.port": port})
-        refusal.check("train_grpo", f"engine.port = {port}: Address already in use", "set='engine.port=0'")
+        refusal = refuse(workflow, "train", settings={"engine.port": port})
+        refusal.check("train", f"engine.port = {port}: Address already in use", "set='engine.port=0'")
     assert not list(workflow.run_folder.glob("train/checkpoints/step_*"))
 
 

@@ -21,7 +21,7 @@ def test_numbers_of_a_run(undisturbed: WorkflowFolder) -> None:
     assert summary["mismatch_abs_diff_mean"] <= 1e-3
     assert summary["mismatch_quantised_abs_diff_mean"] > summary["mismatch_abs_diff_mean"]
     assert len(summary["final_weights_sha256"]) == 64
-    assert {"make_tiny_model", "train_grpo", "evaluate"} <= set(summary["seconds_by_rule"])
+    assert {"make_tiny_model", "train", "evaluate"} <= set(summary["seconds_by_rule"])
     page = (undisturbed.run_folder / "report.html").read_text()
     assert "http://" not in page.replace("http://www.w3.org", "")
     assert "<script src" not in page
@@ -89,7 +89,7 @@ def test_one_step_alone_leaves_the_others_untouched(finished: WorkflowFolder) ->
 @pytest.mark.faults("slow")
 def test_weights_that_go_over_disk_train_the_same(undisturbed: WorkflowFolder, workflow: WorkflowFolder) -> None:
     workflow.settings |= {"engine.weight_transport": "disk"}
-    workflow.run("train_grpo")
+    workflow.run("train")
     train = workflow.run_folder / "train"
     assert "served_weights/version_000003" in (train / "attempts" / "001" / "engine0.log").read_text()
     assert not (train / "served_weights").exists(), "they are of no use once the engines hold them"
@@ -110,7 +110,7 @@ def test_weights_that_come_to_a_node_in_another_way_train_the_same(
     undisturbed: WorkflowFolder, workflow: WorkflowFolder, settings: dict[str, str], is_copied: bool
 ) -> None:
     workflow.settings |= settings
-    workflow.run("train_grpo")
+    workflow.run("train")
     assert any((workflow.folder / "node_local").rglob("*.distcp")) == is_copied
     assert workflow.metrics() == undisturbed.metrics()
 

@@ -77,8 +77,8 @@ def starts_of(workflow: WorkflowFolder, engine: int = 0) -> int:
 def test_an_engine_that_ends_in_a_rollout_is_replaced(workflow: WorkflowFolder, tmp_path: Path, sleep: str) -> None:
     workflow.settings |= MANY_CHUNKS | {"training.num_steps": 2, "engine.sleep": sleep}
     straight = WorkflowFolder(tmp_path / "straight", workflow.store, workflow.settings)
-    straight.run("train_grpo", timeout=900)
-    driver = start(workflow, "train_grpo")
+    straight.run("train", timeout=900)
+    driver = start(workflow, "train")
     kill_within(driver, IN_FIRST_ROLLOUT)
     finish_at_once(driver)
     assert_same_training(workflow, straight)
@@ -91,9 +91,9 @@ def test_an_engine_that_hangs_in_a_rollout_is_replaced(workflow: WorkflowFolder,
     """One of two stands still, and takes connections; one attempt has the bits of a run in which nobody does."""
     settings = {"engine.num_engines": 2, "engine.groups_per_request": 1, "training.num_steps": 4}
     straight = WorkflowFolder(tmp_path / "straight", workflow.store, workflow.settings | settings)
-    straight.run("train_grpo", timeout=900)
+    straight.run("train", timeout=900)
     workflow.settings |= settings | {"engine.request_timeout_seconds": 15}
-    driver = start(workflow, "train_grpo")
+    driver = start(workflow, "train")
     _, hung = engines_of(driver)
     driver.wait_until(lambda: [*(workflow.run_folder / "train").glob(IN_FIRST_ROLLOUT)])
     hung.send_signal(signal.SIGSTOP)
@@ -112,7 +112,7 @@ def test_engines_that_end_again_and_again(workflow: WorkflowFolder, count: Count
     settings = MANY_CHUNKS | {"engine.num_engines": 2, "training.num_steps": NUM_STEPS, "engine.sleep": "always"}
     settings |= {"launch.max_idle_attempts": 20, "logging.keep_rollouts": "true"}
     straight = WorkflowFolder(tmp_path / "straight", workflow.store, workflow.settings | settings)
-    straight.run("train_grpo", timeout=900)
+    straight.run("train", timeout=900)
     while sum(row["replaced"] for row in count.rows) < NUM_FAULTS:
         number = len(count.rows)
         run = WorkflowFolder(tmp_path / f"run_{number}", workflow.store, workflow.settings | settings)
@@ -125,7 +125,7 @@ def test_engines_that_end_again_and_again(workflow: WorkflowFolder, count: Count
 
 
 def kill_in_every_rollout(run: WorkflowFolder, chance: random.Random) -> None:
-    driver = start(run, "train_grpo")
+    driver = start(run, "train")
     driver.wait_until(lambda: bool(find_processes(run, ENGINE)))
     rollouts = run.run_folder / "train" / "rollouts"
     for step in range(NUM_STEPS):

@@ -28,9 +28,9 @@ def test_the_bits_are_those_of_engines_on_the_trainers_node(store: Path, tmp_pat
     """An engine that dies in a rollout starts again on its node; a rank that dies takes all along; then it resumes."""
     with KubernetesServer(tmp_path) as server:
         straight = WorkflowFolder(tmp_path / "straight", store, FAST | MANY_CHUNKS)
-        straight.run("train_grpo", timeout=900)
+        straight.run("train", timeout=900)
         run = folder_of_pods(server, store, APART | MANY_CHUNKS, nodes=2)
-        driver = start(run, "train_grpo")
+        driver = start(run, "train")
         kill_within(driver, IN_FIRST_ROLLOUT)
         driver.wait_for_file("checkpoints/step_000002")
         rank_process(run, 0).kill()

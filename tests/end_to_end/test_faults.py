@@ -152,7 +152,7 @@ def test_training(
         shutil.rmtree(training.folder, ignore_errors=True)
         rng = random.Random(f"{SEED} {len(count.rows)}")
         most = NUM_KILLS - len(count.rows)
-        kills = disturb_training(training, whom, rng, usual_seconds["train_grpo"], most)
+        kills = disturb_training(training, whom, rng, usual_seconds["train"], most)
         assert_same_training(training, undisturbed)
         count.add(dataclasses.asdict(kill) for kill in kills)
     faults.add(f"{whom}, engines {place}", [Kill(**row) for row in count.rows], time.monotonic() - started)
@@ -201,7 +201,7 @@ def disturb_training(workflow: WorkflowFolder, whom: str, rng: random.Random, le
     """Train to the end, with at most so many kills on the way."""
     kills: list[Kill] = []
     while True:
-        driver = start(workflow, "train_grpo")
+        driver = start(workflow, "train")
         while not wait_or_end(driver, rng.uniform(0, length) if len(kills) < most else math.inf):
             seconds = time.time() - psutil.Process(driver.process.pid).create_time()
             if whom.startswith("driver"):

@@ -32,7 +32,7 @@ def metrics_of(workflow: WorkflowFolder, run: str) -> list[dict[str, float]]:
 def test_the_same_experiment_ends_with_the_same_bits(
     workflow: WorkflowFolder, undisturbed: WorkflowFolder, parent: str
 ) -> None:
-    workflow.run("train_grpo", config={"run": "again", "fork": f"{parent}@2"})
+    workflow.run("train", config={"run": "again", "fork": f"{parent}@2"})
     ours, theirs = workflow.results / "again" / "train", workflow.results / parent / "train"
     assert metrics_of(workflow, "again") == undisturbed.metrics()
     begun = "checkpoints/step_000002"

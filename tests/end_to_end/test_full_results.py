@@ -39,7 +39,7 @@ def test_results_that_cannot_be_written(
         workflow.folder.mkdir()
         (workflow.folder / "results").symlink_to(disk / "results")
         for point, trouble, told, remedy in TROUBLES:
-            driver = start(workflow, "train_grpo")
+            driver = start(workflow, "train")
             driver.wait_for_file(point)
             with trouble(disk, 0):
                 code, output = driver.finish()
@@ -47,15 +47,15 @@ def test_results_that_cannot_be_written(
             assert_gone(workflow)
             assert "Traceback" not in output
             assert "Logging error" not in output
-            *_, last = re.findall(r"^\S+ E posttrain\.cli: (train_grpo\.py: .*?remedy: [^\n]*)", output, re.M | re.S)
+            *_, last = re.findall(r"^\S+ E posttrain\.cli: (train\.py: .*?remedy: [^\n]*)", output, re.M | re.S)
             first, *_, advice = last.splitlines()
-            assert first.startswith(f"train_grpo.py: {disk}/results/"), last
+            assert first.startswith(f"train.py: {disk}/results/"), last
             assert first.endswith(told), last
             assert advice.startswith(f"  remedy: {remedy}"), last
             # A log whose rows end with a torn one is as good as whole; a lease whose holder is gone is free.
             with contextlib.suppress(FileNotFoundError):
                 (disk / "ballast").unlink()
-        code, output = start(workflow, "train_grpo").finish()
+        code, output = start(workflow, "train").finish()
         assert code == 0, output[-4000:]
         assert_same_training(workflow, undisturbed)
     faults.add_events(Counter(told for _, _, told, _ in TROUBLES), time.monotonic() - started)

@@ -57,7 +57,7 @@ def test_pods_give_the_bits_of_this_machine(undisturbed: WorkflowFolder, tmp_pat
     logs = {path.relative_to(run.folder / "logs").parts[0] for path in run.folder.glob("logs/*/*.node0.log")}
     assert owners == {str(run.run_folder)}
     assert len(server.jobsets) == len(server.created) == 3, "training, and the evaluations before and after it"
-    assert logs == {"train_grpo", "evaluate"}, "each node's log lies beside the rule's"
+    assert logs == {"train", "evaluate"}, "each node's log lies beside the rule's"
     assert run.metrics() == undisturbed.metrics()
     same = ("final_weights_sha256", "pass_rate_before", "pass_rate_after")
     assert [run.summary[name] for name in same] == [undisturbed.summary[name] for name in same]
@@ -67,10 +67,10 @@ def test_pods_give_the_bits_of_this_machine(undisturbed: WorkflowFolder, tmp_pat
 def test_two_pods_that_lose_a_rank_and_then_a_pod(workflow: WorkflowFolder, tmp_path: Path) -> None:
     """Ranks start again inside the pods, a lost pod starts all pods again; the bits are those of one machine."""
     workflow.settings = TWO_RANKS | {"hardware.gpus_per_node": 2}
-    workflow.run("train_grpo")
+    workflow.run("train")
     with KubernetesServer(tmp_path) as server:
         run = folder_of_pods(server, workflow.store, TWO_RANKS, nodes=2)
-        driver = start(run, "train_grpo")
+        driver = start(run, "train")
         driver.wait_for_file("rollouts/step_000000/chunk_0000.json")
         rank_process(run, 1).kill()
         driver.wait_for_file("checkpoints/step_000001")

@@ -44,7 +44,7 @@ def test_the_reward_teaches_and_a_constant_one_does_not(store: Path, tmp_path: P
     told = WorkflowFolder(tmp_path / "told", store, LEARNING)
     told.run("download_dataset")
     untold = WorkflowFolder(tmp_path / "untold", store, LEARNING | without_right_answers(store, tmp_path / "prompts"))
-    for driver in [start(workflow, "train_grpo") for workflow in (told, untold)]:
+    for driver in [start(workflow, "train") for workflow in (told, untold)]:
         code, output = driver.finish()
         assert code == 0, output[-4000:]
 

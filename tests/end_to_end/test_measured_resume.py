@@ -41,9 +41,9 @@ def measured_step(trainer: psutil.Process) -> int:
 @pytest.mark.faults("training")
 def test_a_killed_measurement_is_made_again(store: Path, tmp_path: Path, faults: FaultRecord) -> None:
     calm, killed = (WorkflowFolder(tmp_path / name, store, dict(MEASURED)) for name in ("calm", "killed"))
-    calm.run("train_grpo")
+    calm.run("train")
     rng, started, left, kills = random.Random(SEED), time.monotonic(), set(range(1, NUM_STEPS)), []
-    driver = start(killed, "train_grpo")
+    driver = start(killed, "train")
     while driver.process.poll() is None:
         for trainer in find_processes(killed, TRAINER):
             if (step := measured_step(trainer)) not in left:

@@ -22,7 +22,7 @@ def written(metrics: Path) -> str:
 def test_training_stops_or_goes_on_as_it_is_asked(workflow: WorkflowFolder, undisturbed: WorkflowFolder) -> None:
     """FP8 weights give about 0.01 nats: ten thousand times what is allowed here."""
     workflow.settings |= {"trainer.mismatch.quantised": 1e-6, "trainer.mismatch.action": "stop"}
-    code, output = workflow.attempt("train_grpo")
+    code, output = workflow.attempt("train")
     assert code != 0
     for words in ("times further apart than expected", "remove train/rollouts/step_000000", "action=warn"):
         assert words in output
@@ -34,7 +34,7 @@ def test_training_stops_or_goes_on_as_it_is_asked(workflow: WorkflowFolder, undi
 
     workflow.settings["trainer.mismatch.action"] = "warn"
     workflow.run("resolve_config")
-    driver = workflow.start("train_grpo")
+    driver = workflow.start("train")
     try:
         while driver.poll() is None and not written(metrics):
             time.sleep(0.2)

@@ -55,7 +55,7 @@ FIRST_CHECKPOINT = "checkpoints/step_000002"
 
 def start_until(workflow: WorkflowFolder, point: str, *targets: str) -> Driver:
     """Start the workflow and return when its training has reached a point."""
-    driver = start(workflow, *(targets or ("train_grpo",)))
+    driver = start(workflow, *(targets or ("train",)))
     driver.wait_for_file(point)
     return driver
 
@@ -96,7 +96,7 @@ def test_a_killed_driver(workflow: WorkflowFolder, undisturbed: WorkflowFolder) 
     assert workflow.summary["final_weights_sha256"] == undisturbed.summary["final_weights_sha256"]
     assert {path: path.read_text() for path in made_once} == made_once, "what is made again has another row"
     assert set(finished_jobs(workflow).values()) == {1, 2}, "evaluation and staging have two jobs, all others one"
-    assert finished_jobs(workflow)["train_grpo"] == 1
+    assert finished_jobs(workflow)["train"] == 1
     epochs = [json.loads(p.read_text())["epoch"] for p in sorted(workflow.run_folder.glob("train/lease/epoch-*.json"))]
     assert epochs == [1, 2, 3, 4]
     assert "Nothing to be done" in finish(workflow)
@@ -119,9 +119,9 @@ def test_a_killed_process_of_training(workflow: WorkflowFolder, undisturbed: Wor
         end(supervisor)
         code, output = driver.finish()
         assert code != 0
-        assert "Error in rule train_grpo" in output
+        assert "Error in rule train" in output
         assert_gone(workflow)
-        finish(workflow, "train_grpo")
+        finish(workflow, "train")
         assert_gone(workflow)
     assert_same_training(workflow, undisturbed)
     killed, ended, last = attempts_of(workflow)
@@ -146,7 +146,7 @@ def test_signals_to_the_driver(workflow: WorkflowFolder, undisturbed: WorkflowFo
     assert not (workflow.run_folder / "hf.receipt.json").exists()
     finish(workflow, "finalize_export_hf")
     assert_same_training(workflow, undisturbed)
-    assert finished_jobs(workflow)["train_grpo"] == 1
+    assert finished_jobs(workflow)["train"] == 1
 
 
 @pytest.mark.faults("slow")
@@ -158,7 +158,7 @@ def test_a_training_that_is_asked_to_end(workflow: WorkflowFolder, undisturbed: 
     assert code != 0
     assert output.index("checkpoint after step 1 committed") < output.index("asked to end: step 1 is saved")
     assert [path.name for path in (workflow.run_folder / "train/checkpoints").glob("step_*")] == ["step_000001"]
-    assert "resuming after step 1" in finish(workflow, "train_grpo")
+    assert "resuming after step 1" in finish(workflow, "train")
     assert_same_training(workflow, undisturbed)
 
 
@@ -166,7 +166,7 @@ def test_two_drivers_at_once(workflow: WorkflowFolder, undisturbed: WorkflowFold
     first = start_until(workflow, IN_FIRST_ROLLOUT)
     trainer = find_processes(workflow, TRAINER)[0]
     trainer.suspend()  # so that training is not over before the second one asks
-    code, output = start(workflow, "train_grpo").finish()
+    code, output = start(workflow, "train").finish()
     trainer.resume()
     assert code != 0
     (holder,) = workflow.run_folder.glob("train/lease/epoch-*.json")
@@ -195,7 +195,7 @@ def test_what_a_power_cut_leaves(workflow: WorkflowFolder, undisturbed: Workflow
         with open(train / name, "a") as file:
             file.write('{"step": 3, "rew')
     shutil.rmtree(workflow.folder / "node_local")
-    output = finish(workflow, "train_grpo")
+    output = finish(workflow, "train")
     assert f"removing {half}" in output
     assert not (workflow.folder / "node_local").exists()
     (engine,) = train.glob("attempts/002/engine0.log")
@@ -215,14 +215,14 @@ def test_a_damaged_checkpoint_is_named_and_not_used(workflow: WorkflowFolder, un
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1  # in the middle of a tensor or between two: nothing of torch's would notice
     shard.write_bytes(content)
-    code, output = start(workflow, "train_grpo").finish()
+    code, output = start(workflow, "train").finish()
     assert code != 0
     assert f"training ended {Launch().max_idle_attempts} times without progress" in output
     assert f"{shard}: content differs" in output
     assert f"remedy: rm -r {newest}" in output
     assert len(attempts_of(workflow)) == Launch().max_idle_attempts
     shutil.rmtree(newest)
-    finish(workflow, "train_grpo")
+    finish(workflow, "train")
     assert_same_training(workflow, undisturbed)
 
 
@@ -244,14 +244,14 @@ def test_six_steps_equal_three_and_the_rest(store: Path, tmp_path: Path) -> None
     """Weights, optimizer, learning rate, prompts, responses and metrics of each step, in one go and in two."""
     settings = FAST | {"training.num_steps": 6, "trainer.save_interval": 3, "optimizer.lr_warmup_steps": 5}
     straight, pieces = (WorkflowFolder(tmp_path / name, store, dict(settings)) for name in ("straight", "pieces"))
-    driver = start(straight, "train_grpo")
+    driver = start(straight, "train")
     keep_rollouts(driver, tmp_path / "rollouts of one")
     assert driver.finish()[0] == 0, driver.output[-4000:]
-    driver = start(pieces, "train_grpo")
+    driver = start(pieces, "train")
     keep_rollouts(driver, tmp_path / "rollouts of two", until="checkpoints/step_000003")
     driver.end(signal.SIGKILL)
     assert_gone(pieces)
-    driver = start(pieces, "train_grpo")
+    driver = start(pieces, "train")
     keep_rollouts(driver, tmp_path / "rollouts of two")
     said = driver.output
     assert 0 < said.index("resuming after step 3") < said.index("the trainer has its weights; engines were ready")
@@ -298,10 +298,10 @@ def test_a_run_that_replays_routes_is_killed_between_a_file_of_them_and_its_chun
 ) -> None:
     workflow.settings |= {"algorithm.routing_replay": "true"}
     straight = WorkflowFolder(tmp_path / "straight", workflow.store, dict(workflow.settings))
-    straight.run("train_grpo")
+    straight.run("train")
     driver = start_until(workflow, "rollouts/step_000001/chunk_0000.routes")
     driver.end(signal.SIGKILL)
     assert_gone(workflow)
-    workflow.run("train_grpo")
+    workflow.run("train")
     assert_same_training(workflow, straight)
     assert attempts_of(workflow)[-1]["attempt"] == 2

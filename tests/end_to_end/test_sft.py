@@ -31,18 +31,18 @@ SFT = FAST | {
 @pytest.mark.faults("slow")
 def test_a_killed_run_ends_with_the_same_bits_and_no_engine_is_started(store: Path, tmp_path: Path) -> None:
     straight, killed = (WorkflowFolder(tmp_path / name, store, dict(SFT)) for name in ("straight", "killed"))
-    straight.run("train_grpo")
+    straight.run("train")
     rows = straight.metrics()
     assert rows[-1]["train/perplexity"] < 0.8 * rows[0]["train/perplexity"]
     assert not any(name.startswith(("mismatch/", "rollout/reward", "rollout/pass")) for name in rows[0])
     files = {path.name for path in (straight.run_folder / "train/attempts/001").iterdir()}
     assert "trainer0.log" in files
     assert not any(name.startswith("engine") for name in files)
-    driver = start(killed, "train_grpo")
+    driver = start(killed, "train")
     driver.wait_for_file("checkpoints/step_000002")
     driver.end(signal.SIGKILL)
     assert_gone(killed)
-    killed.run("train_grpo")
+    killed.run("train")
     assert len((killed.run_folder / "train/attempts.jsonl").read_text().splitlines()) >= 1
     assert_same_training(killed, straight)
 
@@ -57,10 +57,10 @@ def test_what_it_has_trained_is_measured_and_taken_by_name(store: Path, tmp_path
     assert summary["mismatch_abs_diff_mean"] is None
     source = {"model.source.kind": "run", "model.source.run": "cold"}
     reinforced = WorkflowFolder(cold.folder, store, FAST | source | {"training.num_steps": 1})
-    plan = reinforced.dry_run("train_grpo", config={"run": "warm"})
+    plan = reinforced.dry_run("train", config={"run": "warm"})
     assert "make_tiny_model" not in plan
     assert "list_hf_checkpoint" in plan
-    reinforced.run("train_grpo", "verify_store", config={"run": "warm"})
+    reinforced.run("train", "verify_store", config={"run": "warm"})
     (row,) = (json.loads(line) for line in (cold.results / "warm/train/metrics.jsonl").read_text().splitlines())
     assert row["mismatch/abs_diff_mean"] < 1e-4, "engine and trainer begin with the same weights"
     digest = read_receipt(cold.results / "cold/hf.receipt.json").digest

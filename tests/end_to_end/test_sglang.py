@@ -147,7 +147,7 @@ def test_a_resumed_run_starts_sglang_without_weights_and_has_the_same_bits(
 ) -> None:
     settings |= {"training.num_steps": 3, "trainer.save_interval": 1, "rollout.max_response_tokens": 1}
     straight, killed = (WorkflowFolder(tmp_path / name, tmp_path / "store", dict(settings)) for name in ("one", "two"))
-    straight.run("train_grpo", timeout=420)
+    straight.run("train", timeout=420)
     killed.settings |= {"engine.sleep": "always"}  # the same bits, too
     kill_at(killed, "checkpoints/step_000001")
     finish_without_weights(killed)
@@ -166,7 +166,7 @@ def test_classes_learn_in_bf16_with_two_engines(
     settings |= {"training.num_steps": 45, "trainer.save_interval": 45, "engine.num_engines": 2}
     settings |= {"trainer.params_dtype": "bf16", "engine.dtype": "bfloat16"}
     workflow = WorkflowFolder(tmp_path / "work", tmp_path / "store", settings)
-    workflow.run("train_grpo", timeout=900)
+    workflow.run("train", timeout=900)
     rows = workflow.metrics()
     assert rows[-1]["rollout/reward_mean"] > 0.9
     compared = [row["mismatch/abs_diff_mean"] for row in rows if "mismatch/abs_diff_mean" in row]
@@ -179,8 +179,8 @@ def test_an_engine_that_ends_in_a_rollout_is_replaced(tmp_path: Path, settings: 
     """One of two; the other one meets the trainer again, too, in another group, and the run has the same bits."""
     settings |= TWO_ENGINES | {"training.num_steps": 3}
     straight, hit = (WorkflowFolder(tmp_path / name, tmp_path / "store", dict(settings)) for name in ("one", "two"))
-    straight.run("train_grpo", timeout=420)
-    driver = start(hit, "train_grpo")
+    straight.run("train", timeout=420)
+    driver = start(hit, "train")
     driver.wait_until(lambda: len(find_processes(hit, SERVER)) == 2)
     server, first_step = find_processes(hit, SERVER)[0], hit.run_folder / "train/metrics.jsonl"
     while not first_step.exists() and driver.process.poll() is None:
@@ -199,11 +199,11 @@ def test_sglang_engines_that_end_again_and_again(tmp_path: Path, settings: dict[
     settings |= TWO_ENGINES | {"training.num_steps": NUM_STEPS, "trainer.save_interval": 1}
     settings |= {"launch.max_idle_attempts": 20}
     straight = WorkflowFolder(tmp_path / "straight", tmp_path / "store", dict(settings))
-    straight.run("train_grpo", timeout=900)
+    straight.run("train", timeout=900)
     while sum(row["replaced"] for row in count.rows) < NUM_FAULTS:
         number = len(count.rows)
         run, chance = WorkflowFolder(tmp_path / f"run_{number}", tmp_path / "store", settings), random.Random(number)
-        driver = start(run, "train_grpo")
+        driver = start(run, "train")
         for step in range(1, NUM_STEPS):
             wait_for_step(driver, step)
             time.sleep(chance.uniform(0.2, 0.8))
@@ -246,9 +246,9 @@ def test_prefill_apart_from_decode_has_the_bits_of_engines_that_do_both(
         WorkflowFolder(tmp_path / name, tmp_path / "store", settings | more)
         for name, more in (("one", {}), ("two", apart))
     )
-    one.run("train_grpo", timeout=600)
+    one.run("train", timeout=600)
     with watched_sockets(two) as found:
-        two.run("train_grpo", timeout=600)
+        two.run("train", timeout=600)
     assert_same_training(two, one)
     assert_all_known(found, GLOO_GROUPS, r"127\.0\.0\.1|0\.0\.0\.0|::")
     everywhere = [at for at in found if at.address in ("0.0.0.0", "::") and at.kind == "tcp"]
@@ -267,7 +267,7 @@ def assert_no_secret(workflow: WorkflowFolder) -> None:
 
 def kill_at(workflow: WorkflowFolder, point: str) -> None:
     """Kill a training when it has reached a point, and delete the node's copy of the weights."""
-    driver = start(workflow, "train_grpo")
+    driver = start(workflow, "train")
     driver.wait_for_file(point, timeout=900)
     driver.end(signal.SIGKILL)
     # SGLang answers what it has begun, for as long as it is given time, and what it leaves behind gets some more.
@@ -277,7 +277,7 @@ def kill_at(workflow: WorkflowFolder, point: str) -> None:
 
 def finish_without_weights(workflow: WorkflowFolder) -> None:
     """Give the command again; the engine reads no weights, as at first, and nothing is copied for it."""
-    driver = start(workflow, "train_grpo")
+    driver = start(workflow, "train")
     assert driver.finish(900)[0] == 0, driver.output[-4000:]
     logs = sorted(workflow.run_folder.glob("train/attempts/*/engine0.log"))
     assert ["'load_format': 'dummy'" in log.read_text() for log in logs] == [True, True]

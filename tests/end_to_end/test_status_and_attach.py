@@ -55,10 +55,10 @@ def _has_stopped(process: psutil.Process) -> bool:
 def start_without_driver(workflow: WorkflowFolder) -> subprocess.Popen:
     """Start training as a scheduler's job whose driver has died: the rule's own command, and nobody to follow."""
     workflow.run("stage_all_nodes", "resolve_config", "approve_data")
-    shown = workflow.run("train_grpo", options=["-n", "--printshellcmds"])
-    (command,) = re.findall(r"POSTTRAIN_LOG=\S+ python \S*scripts/train_grpo.py .*", shown)
+    shown = workflow.run("train", options=["-n", "--printshellcmds"])
+    (command,) = re.findall(r"POSTTRAIN_LOG=\S+ python \S*scripts/train.py .*", shown)
     environment = {**workflow.env, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    (workflow.folder / "logs" / "train_grpo").mkdir(parents=True, exist_ok=True)
+    (workflow.folder / "logs" / "train").mkdir(parents=True, exist_ok=True)
     return subprocess.Popen(command, shell=True, cwd=workflow.folder, env=environment, start_new_session=True)
 
 
@@ -67,7 +67,7 @@ def test_status_tells_where_a_living_run_stands_and_touches_nothing(store: Path,
     at_work = shutil.ignore_patterns("users", "*.lease", "*.tmp")
     shutil.copytree(store, tmp_path / "store", symlinks=True, ignore=at_work)
     workflow = WorkflowFolder(tmp_path / "work", tmp_path / "store")
-    driver = start(workflow, "train_grpo")
+    driver = start(workflow, "train")
     driver.wait_for_file(FIRST_CHECKPOINT)
     processes = suspend(workflow)
     try:
@@ -112,7 +112,7 @@ def test_attach_waits_for_a_training_without_driver_and_snakemake_goes_on(
     assert code == 0
     assert "is trained" in shown
     output = workflow.run()
-    assert "rule train_grpo" not in output
+    assert "rule train" not in output
     assert_same_training(workflow, undisturbed)
     assert workflow.summary["final_weights_sha256"] == undisturbed.summary["final_weights_sha256"]
 

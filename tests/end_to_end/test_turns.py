@@ -24,7 +24,7 @@ def test_the_bits_are_those_of_a_run_in_which_nobody_sleeps(
     Where nothing is staged before, the job copies what ranks load, and no weights for engines.
     """
     workflow.settings |= TURNS | {"site.node_names": "[]"}
-    workflow.run("train_grpo")
+    workflow.run("train")
     there = [path for path in (workflow.folder / "node_local").rglob("*") if path.is_file()]
     copied = [path.name for path in there if not path.is_symlink()]
     assert {"config.json", "metadata.json"} <= {*copied}

@@ -56,7 +56,7 @@ def test_two_ranks_under_the_supervisor(workflow: WorkflowFolder, undisturbed: W
         workflow.run("finalize_export_hf")
     compare_first_step(undisturbed.metrics(), workflow.metrics())
     assert_all_known(found, GLOO_GROUPS[name])
-    assert {"posttrain.rl.engines.embedded", "train_grpo.py", RANK} <= {at.program for at in found}
+    assert {"posttrain.rl.engines.embedded", "train.py", RANK} <= {at.program for at in found}
     kept = workflow.run_folder / "train" / "rollouts"
     assert [path.name for path in sorted(kept.iterdir())] == [f"step_{step:06d}" for step in range(4)]
     assert_that_steps_are_repeatable(workflow)

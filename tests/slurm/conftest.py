@@ -43,7 +43,7 @@ def one_machine(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Workfl
     """The layout and the engines of `two_nodes` on one machine, undisturbed."""
     settings = TWO_RANKS | {"hardware.gpus_per_node": 2}
     workflow = WorkflowFolder(tmp_path_factory.mktemp("one_machine"), store, settings)
-    workflow.run("train_grpo")
+    workflow.run("train")
     return workflow
 
 

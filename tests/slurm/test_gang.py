@@ -37,7 +37,7 @@ def test_four_nodes_have_the_bits_of_one(on_slurm: SlurmFolder, workflow: Workfl
     with watched_sockets(on_slurm) as found:
         on_slurm.run()
     with watched_sockets(workflow) as on_one_machine:
-        workflow.run("train_grpo")
+        workflow.run("train")
     assert_same_training(on_slurm, workflow)
     train = on_slurm.run_folder / "train"
     (attempt,) = (json.loads(line) for line in (train / "attempts.jsonl").read_text().splitlines())
@@ -52,7 +52,7 @@ def test_four_nodes_have_the_bits_of_one(on_slurm: SlurmFolder, workflow: Workfl
     assert (on_slurm.run_folder / "report.html").exists()
     and_the_meeting = len(silent_sockets(on_one_machine)) + 1
     assert_all_known(found, and_the_meeting, addresses=r"127\.0\.0\.1|10\.77\.0\.\d+")
-    assert {"posttrain.rl.engines.embedded", "train_grpo.py", RANK, "srun"} <= {at.program for at in found}
+    assert {"posttrain.rl.engines.embedded", "train.py", RANK, "srun"} <= {at.program for at in found}
     on_slurm.nodes = 2
     assert "train tiny" not in on_slurm.run(), "what is trained stays trained, whatever the nodes"
 
@@ -67,8 +67,8 @@ def test_trainer_and_engines_take_turns_on_two_nodes(
     turns = {"engine.sleep": "always", "engine.num_engines": 2, "engine.num_threads": 1, "engine.groups_per_request": 1}
     on_slurm.nodes, on_slurm.settings = 2, FAST | turns | {"hardware.gpus_per_node": 1}
     workflow.settings = FAST | turns | {"hardware.gpus_per_node": 2}
-    on_slurm.run("train_grpo")
-    workflow.run("train_grpo")
+    on_slurm.run("train")
+    workflow.run("train")
     assert_same_training(on_slurm, workflow)
     (attempt,) = attempts_of(on_slurm)
     for node in attempt["nodes"]:

@@ -36,8 +36,8 @@ def test_a_gang_starts_in_the_image(on_slurm: SlurmFolder, workflow: WorkflowFol
     on_slurm.settings = TWO_RANKS | runtime.settings | {"site.node_local": f"/local_nvme/{tmp_path.name}"}
     on_slurm.environment |= runtime.environment
     workflow.settings = TWO_RANKS | {"hardware.gpus_per_node": 2}
-    on_slurm.run("train_grpo")
-    workflow.run("train_grpo")
+    on_slurm.run("train")
+    workflow.run("train")
     assert_same_training(on_slurm, workflow)
     supervisors = [words for words in runtime.calls() if "posttrain.cluster.node" in words]
     assert len(supervisors) == 2, "one on each node"

@@ -94,7 +94,7 @@ def test_the_node_that_only_engines_have(
     """The spare node takes its place; the rank on the other node begins again, too."""
     one_rank = {"parallel.pipeline_model_parallel_size": 1}
     workflow.settings = TWO_RANKS | one_rank
-    workflow.run("train_grpo")
+    workflow.run("train")
     run = disturb(one_rank | {"engine.own_nodes": 1, "site.slurm.spare_nodes": 1})
     run.reach(POINTS["rolling out"])
     lost = run.nodes[1]

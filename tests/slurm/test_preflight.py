@@ -34,7 +34,7 @@ def slow_node(cluster: Cluster) -> Iterator[str]:
 
 def test_a_node_with_a_slow_network(on_slurm: SlurmFolder, slow_node: str) -> None:
     on_slurm.nodes, on_slurm.settings = 4, dict(FOUR_RANKS)
-    on_slurm.run("train_grpo")
+    on_slurm.run("train")
     attempts = on_slurm.run_folder / "train" / "attempts"
     unfit, done = map(json.loads, (attempts.parent / "attempts.jsonl").read_text().splitlines())
     assert unfit["reason"].startswith(f"{slow_node} is unfit: the network: ")

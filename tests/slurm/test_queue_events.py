@@ -97,7 +97,7 @@ def test_two_drivers_at_once(
 ) -> None:
     """Both submit before either job runs: the second job goes behind the first, and does what is left."""
     run = disturb()
-    other = start(run.workflow, "train_grpo")
+    other = start(run.workflow, "train")
     run.reach("rollouts/step_000001/chunk_0000.json")
     holder = read_holder(run.train / "lease")
     assert holder is not None
@@ -145,7 +145,7 @@ def test_two_users_on_one_store(
     for folder in folders:
         folder.folder.mkdir()
         shutil.chown(folder.folder, folder.user)
-    for driver in [start(folder, "train_grpo") for folder in folders]:
+    for driver in [start(folder, "train") for folder in folders]:
         code, output = driver.finish(timeout=600)
         assert code == 0, output[-4000:]
     histories = list(common.rglob("*.history.jsonl"))

@@ -23,10 +23,10 @@ def test_weights_reach_an_engine_on_another_node(
     require_sglang()
     settings |= {"training.num_steps": 3}
     beside = WorkflowFolder(tmp_path / "beside", tmp_path / "store", settings)
-    beside.run("train_grpo")
+    beside.run("train")
     on_slurm.store, on_slurm.nodes = beside.store, 2
     on_slurm.settings = settings | {"engine.own_nodes": 1}
-    on_slurm.run("train_grpo")
+    on_slurm.run("train")
     assert_same_training(on_slurm, beside)
     (attempt,) = attempts_of(on_slurm)
     first, second = attempt["nodes"]

@@ -69,7 +69,7 @@ class DisturbedRun:
 
     def start_driver(self) -> Driver:
         """Give the command, as a rule again."""
-        self.driver = start(self.workflow, "train_grpo")
+        self.driver = start(self.workflow, "train")
         return self.driver
 
     # ---- where it is ----
@@ -145,7 +145,7 @@ class DisturbedRun:
         code, output = self.driver.finish(timeout=200)
         assert code == 1, output[-4000:]
         assert "Traceback" not in output, output[-4000:]
-        (log,) = self.workflow.folder.glob("logs/train_grpo/*.log")
+        (log,) = self.workflow.folder.glob("logs/train/*.log")
         return output + log.read_text(errors="replace")
 
     def abandon(self) -> None:

@@ -26,7 +26,7 @@ POLL_SECONDS = 0.003
 # A process that follows a dead driver ends at once; this is what the kernel and a busy machine may take.
 GONE_SECONDS = 10.0
 
-SUPERVISOR = "scripts/train_grpo.py"
+SUPERVISOR = "scripts/train.py"
 NODE = "posttrain.cluster.node"
 TRAINER = "posttrain.cluster.trainer_rank"
 ENGINE = "posttrain.rl.engines.embedded"

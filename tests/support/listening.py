@@ -119,7 +119,7 @@ CLOSED = "closed|ConnectionResetError|ConnectionRefusedError|BrokenPipeError"
 KNOWN = {
     # Asked while it loads or ends it says nothing.
     "engine": Known(r"posttrain\.engines\.embedded|sglang_server\.py", "tcp", rf"HTTP/1\.1 401 .*|nothing|{CLOSED}"),
-    "head of a job": Known(r"train_grpo\.py", "tcp", CLOSED),
+    "head of a job": Known(r"train\.py", "tcp", CLOSED),
     "gloo": Known(rf"{re.escape(RANK)}|sglang::scheduler", "tcp", f"nothing|{CLOSED}"),
     "meeting of ranks": Known(re.escape(RANK), "tcp", "nothing"),
     # Who prefills and who decodes meet over HTTP, and ZeroMQ greets whoever comes.

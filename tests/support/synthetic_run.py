@@ -41,12 +41,12 @@ RULE_SECONDS = {
     "patch_hf_config": 0.7,
     "finalize_torch_dist": 1.9,
     "finalize_quantized": 1.4,
-    "train_grpo": 151.3,
+    "train": 151.3,
     "export_hf": 3.2,
     "finalize_export_hf": 0.6,
 }
 
-OF_THE_RUN = ("train_grpo", "export_hf", "finalize_export_hf")
+OF_THE_RUN = ("train", "export_hf", "finalize_export_hf")
 RULE_ORDER = (
     "make_tiny_model",
     "download_hf_checkpoint",
@@ -58,7 +58,7 @@ RULE_ORDER = (
     "finalize_quantized",
     "stage_to_node_local",
     "evaluate",
-    "train_grpo",
+    "train",
     "export_hf",
     "finalize_export_hf",
 )

@@ -84,7 +84,7 @@ def test_what_its_config_leaves_out_has_defaults(mine, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("posttrain: {set: training.num_steps=5}\nother: 1\nother: 2\n")
     code, output = mine("-n")
     assert code == 0, output
-    assert jobs_of(output) > {"posttrain_train_grpo", "mine"}
+    assert jobs_of(output) > {"posttrain_train", "mine"}
     (tmp_path / "Snakefile").write_text(MINE.replace('config["posttrain"]', '{"model": "tiny"}'))
     code, output = mine("-n")
     assert code == 0, output

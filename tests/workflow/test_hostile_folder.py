@@ -35,7 +35,7 @@ def test_nothing_of_a_folders_name_is_executed_or_lost(clone: Path, tmp_path: Pa
         assert done.returncode == 0, done.stdout[-3000:]
         return done.stdout
 
-    assert "train_grpo" in run("-n")
+    assert "train" in run("-n")
     run("resolve_config", "download_dataset", "gc")
     (resolved,) = clone.glob("results/*/config.resolved.yaml")
     assert (resolved.parent / "experiment.yaml").exists()

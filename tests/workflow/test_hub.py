@@ -96,7 +96,7 @@ def test_no_secret_is_written_anywhere(from_hub: HubRun) -> None:
 
 
 def test_no_secret_is_on_a_command_line(from_hub: HubRun) -> None:
-    scripts = {"download_hf_checkpoint.py", "train_grpo.py", "evaluate.py", "posttrain.rl.engines.embedded"}
+    scripts = {"download_hf_checkpoint.py", "train.py", "evaluate.py", "posttrain.rl.engines.embedded"}
     assert all(any(name.encode() in line for line in from_hub.command_lines) for name in scripts), "it saw every step"
     assert not [line for line in from_hub.command_lines if any(canary in line for canary in CANARIES)]
 

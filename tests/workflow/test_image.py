@@ -18,7 +18,7 @@ from posttrain.store import read_receipt
 # What a dry run of these would do has one command of each rule but for those that only look or depend on a setting.
 TARGETS = ("all", "verify", "verify_store", "gc", "plan", "status", "benchmark_serving", "verify_rollout_weights")
 # These find their nodes themselves, and start ranks in the image there.
-STARTS_RANKS = {"train_grpo": "ON_ALL_NODES", "calibrate": "CALIBRATED_ON_PODS"}
+STARTS_RANKS = {"train": "ON_ALL_NODES", "calibrate": "CALIBRATED_ON_PODS"}
 ON_THE_DRIVER = {name for name, text in RULES.items() if re.search(r"^\s*localrule: True$", text, re.MULTILINE)}
 
 
@@ -38,8 +38,8 @@ def test_all_jobs_but_training_start_in_the_image(tmp_path: Path) -> None:
     before = f"apptainer exec --bind {shown} --pwd {tmp_path} /shared/cpu.sif env PYTHONPATH={ROOT}/workflow/src "
     found = commands(tmp_path, settings)
     assert {"make_tiny_model", "finalize_torch_dist", "evaluate", "export_hf", "verify"} <= found.keys()
-    outside = ON_THE_DRIVER | {"train_grpo"}
-    assert {"resolve_config", "render_report", "train_grpo"} <= outside & found.keys()
+    outside = ON_THE_DRIVER | {"train"}
+    assert {"resolve_config", "render_report", "train"} <= outside & found.keys()
     assert found == {rule: "" if rule in outside else before for rule in found}
 
 

@@ -21,7 +21,7 @@ CONVERTED = {"convert_hf_to_torch_dist", "finalize_torch_dist"}
 QUANTISED = {"quantize", "finalize_quantized"}
 # What a run does before it trains.
 STAGED = {"stage_to_node_local", "stage_all_nodes", "approve_data"}
-TRAINED = {"train_grpo", "export_hf", "finalize_export_hf", "check_export", "evaluate", "render_report"}
+TRAINED = {"train", "export_hf", "finalize_export_hf", "check_export", "evaluate", "render_report"}
 
 SUITE = {
     f"evaluation.suites.some.{key}": value
@@ -126,8 +126,8 @@ CHECKPOINTS = PATCHED | CONVERTED | QUANTISED | TRAINED
         ("convert_hf_to_torch_dist", CONVERTED | TRAINED),
         ("finalize_rollout_fp8", QUANTISED | TRAINED),
         ("stage_to_node_local", set()),
-        ("train_grpo", TRAINED),
-        ("export_hf", TRAINED - {"train_grpo"}),
+        ("train", TRAINED),
+        ("export_hf", TRAINED - {"train"}),
         ("check_export", {"check_export", "render_report"}),
         ("evaluate", {"evaluate", "render_report"}),
     ],

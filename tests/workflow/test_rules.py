@@ -37,7 +37,7 @@ RULES = rules_of_the_workflow()
 
 
 def test_every_rule_was_found() -> None:
-    assert {"all", "make_tiny_model", "train_grpo", "verify"} <= RULES.keys()
+    assert {"all", "make_tiny_model", "train", "verify"} <= RULES.keys()
     assert len(RULES) == sum(len(re.findall(r"^\s*rule ", path.read_text(), re.MULTILINE)) for path in FILES)
 
 
@@ -114,7 +114,7 @@ def test_what_snakemake_plans_is_what_the_chain_says(tmp_path: Path) -> None:
         for row in needs.plan_part(given, {}):
             name, rule = row["name"], row["name"].partition(" ")[0]
             taken = {"nodes": row["nodes"], "gpus": row["gpus"]}
-            more = ["not rehearsed"] if rule == "train_grpo" and config.hardware.device == "cuda" else []
+            more = ["not rehearsed"] if rule == "train" and config.hardware.device == "cuda" else []
             if limit := job_needs(config, rule).time_limit:
                 taken["runtime"] = time_limit_minutes(limit)
             assert row["jobs"] == len(jobs[name]), (given, name)

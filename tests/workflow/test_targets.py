@@ -76,7 +76,7 @@ RUN: dict[str, Callable[[Paths], Path]] = {
     "stage_to_node_local": lambda paths: paths.node_record("node0"),
     "stage_all_nodes": lambda paths: paths.run / "node_local.staged",
     "approve_data": lambda paths: receipt_of(paths.data_check),
-    "train_grpo": lambda paths: paths.train_done,
+    "train": lambda paths: paths.train_done,
     "export_hf": lambda paths: part_receipt_of(paths.hf_export, 0),
     "finalize_export_hf": lambda paths: receipt_of(paths.hf_export),
     "check_export": lambda paths: paths.export_check,
@@ -102,7 +102,7 @@ GOALS = {
     "fork_checkpoint": ("fork_checkpoint",),
     "stage_all_nodes": ("stage_to_node_local", "stage_all_nodes"),
     "approve_data": ("approve_data",),
-    "train_grpo": ("train_grpo",),
+    "train": ("train",),
     "finalize_export_hf": ("export_hf", "finalize_export_hf"),
     "check_export": ("check_export",),
     "evaluate before": ("evaluate before",),
@@ -234,7 +234,7 @@ def test_it_is_made(undisturbed: WorkflowFolder, tmp_path: Path) -> None:
     run = WorkflowFolder(tmp_path / "work", undisturbed.store, dict(undisturbed.settings))
     run.run("stage_all_nodes", "resolve_config")
     run.settings["trainer.save_interval"] = 1
-    run.run("train_grpo")
+    run.run("train")
     assert (run.run_folder / "train" / "done.json").exists()
     assert run.metrics() == undisturbed.metrics()
     run.settings["site.node_names"] = "[node0,node7]"
@@ -247,8 +247,8 @@ def test_success_without_what_was_named_is_none(undisturbed: WorkflowFolder, tmp
     run = WorkflowFolder(tmp_path / "work", undisturbed.store, dict(undisturbed.settings))
     run.run("stage_all_nodes", "resolve_config")
     run.settings["trainer.save_interval"] = 1
-    ancient = ["--consider-ancient", "train_grpo=experiment,resolved,staged", "--nolock"]
-    code, output = run.attempt("train_grpo", options=ancient)
+    ancient = ["--consider-ancient", "train=experiment,resolved,staged", "--nolock"]
+    code, output = run.attempt("train", options=ancient)
     assert "1 of 1 steps (100%) done" in output
     assert code == 1
     assert "this was not made: " in output.splitlines()[-1]

@@ -30,6 +30,7 @@ from posttrain.cluster.processes import name_driver
 from posttrain.rl.data.local_check import check_data_files
 from posttrain.cluster.container import make_shared_roots, prefix_of_jobs
 from posttrain.cluster.driver import Ending, notify
+from posttrain.cluster.old_rules import find_old_rules, find_old_rules_of_dag
 from posttrain.cluster.slurm_job import resources_of_all_jobs, resources_of_serving, resources_of_training
 from posttrain.plan.preflight.nvfp4 import refuse_unservable
 from posttrain.plan.preflight.refusals import refusal, refuse_unfit
@@ -85,6 +86,8 @@ with told():
         RESOLVED = read_resolved(Path(os.environ[RESOLVED_VARIABLE]))
     else:
         raise CheckpointError(f"{RESOLVED_VARIABLE} is not set: this executor does not hand the environment on to jobs")
+    if workflow.is_main_process:
+        raise_if_any(find_old_rules(sys.argv[1:], workflow.resource_settings))
     PATHS = Paths(RESOLVED)
     announce_sharing(PATHS.store, RESOLVED.config.site.store_group)
 CFG = RESOLVED.config
@@ -110,6 +113,7 @@ def may_run():
     """
     if workflow.is_main_process:
         with told():
+            raise_if_any(find_old_rules_of_dag(workflow.dag_settings))
             refuse_other_run(PATHS)
             refuse_unfit(PATHS)
     return []

@@ -71,8 +71,8 @@ rule check_data:
         runs("check_data", FROM_CONFIG, where=IN_IMAGE)
 
 
-rule train_grpo:
-    """Trains with reinforcement learning: one job that resumes where it was."""
+rule train:
+    """Trains: one job that resumes where it was."""
     input:
         torch_dist=receipt_of(PATHS.torch_dist),
         rollout=receipt_of(PATHS.rollout_weights),
@@ -88,9 +88,9 @@ rule train_grpo:
     output:
         PATHS.train_done,
     log:
-        PATHS.run_log("train_grpo"),
+        PATHS.run_log("train"),
     benchmark:
-        PATHS.run_log("train_grpo").with_suffix(".benchmark.tsv")
+        PATHS.run_log("train").with_suffix(".benchmark.tsv")
     threads: workflow.cores if CFG.site.launcher == "local" else CFG.site.slurm.cpus_per_node
     resources:
         # Topology is a resource: a change of it resumes the run instead of starting it anew.
@@ -102,10 +102,10 @@ rule train_grpo:
         rollout=PATHS.rollout_weights,
         dataset=PATHS.dataset,
     message:
-        f"train {RESOLVED.run} with {RESOLVED.algorithm}: {CFG.training.num_steps} steps on {CFG.hardware.name}{NEEDS.message('train_grpo', *REHEARSED)}"
+        f"train {RESOLVED.run} with {RESOLVED.algorithm}: {CFG.training.num_steps} steps on {CFG.hardware.name}{NEEDS.message('train', *REHEARSED)}"
     shell:
         runs(
-            "train_grpo",
+            "train",
             "--experiment {input.experiment:q} --config {input.resolved:q}",
             "--run-folder {params.run_folder:q} --torch-dist {params.torch_dist:q} --torch-dist-receipt {input.torch_dist:q}",
             "--rollout-weights {params.rollout:q} --rollout-receipt {input.rollout:q}",
@@ -117,6 +117,12 @@ rule train_grpo:
             "--fork {input.fork:q} --done {output:q}",
             where=ON_ALL_NODES,
         )
+
+
+if not workflow.is_main_process and "train_grpo:" in sys.argv:
+
+    # A job that version 0.2 submitted and that starts only now.
+    use rule train as train_grpo
 
 
 rule preflight:

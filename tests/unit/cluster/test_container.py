@@ -12,7 +12,7 @@ from posttrain.config.schema import Config
 from posttrain.plan.resolve import resolve
 
 CONFIG_DIR = Path(__file__).parents[3] / "config"
-COMMAND = (sys.executable, "scripts/train_grpo.py", "--node", "a b")
+COMMAND = (sys.executable, "scripts/train.py", "--node", "a b")
 
 
 def config_with(runtime: str, device: str = "cpu", **container: object) -> Config:
@@ -39,7 +39,7 @@ def test_apptainer_stands_behind_srun_and_before_the_command(tmp_path: Path, mon
     assert wrap(COMMAND, config) == (
         *("apptainer", "exec", "--nv", "--bind", f"{binds},{mounts[0]},/data:/data", "--pwd", str(tmp_path)),
         *("--writable-tmpfs", "/shared/gpu.sif", "env", f"PYTHONPATH={CODE}"),
-        *("python", "scripts/train_grpo.py", "--node", "a b"),
+        *("python", "scripts/train.py", "--node", "a b"),
     )
 
 

@@ -16,8 +16,8 @@ from posttrain.plan.resolve import resolve
 
 CONFIG_DIR = Path(__file__).parents[3] / "config"
 GOLDEN = Path(__file__).parent / "golden"
-COMMAND = ("python", "scripts/train_grpo.py", "--run-folder", "/shared/posttrain/results/r-1")
-LOG = Path("logs/train_grpo/GLM5_4layer.try-1a2b3c4d.log")
+COMMAND = ("python", "scripts/train.py", "--run-folder", "/shared/posttrain/results/r-1")
+LOG = Path("logs/train/GLM5_4layer.try-1a2b3c4d.log")
 IN_JOB = ("spec", "replicatedJobs", 0, "template", "spec")
 RUN = Path("/shared/posttrain/results/GLM5_4layer.try-1a2b3c4d")
 
@@ -113,7 +113,7 @@ def test_one_step_of_one_run_has_one_name() -> None:
 
 @pytest.mark.parametrize("run", ["r", "R_.-_x-", "r" * 100, "glm5." * 20])
 def test_any_run_has_a_name_that_kubernetes_takes(run: str) -> None:
-    check_jobset(render(example(), Path("/shared") / run, Path(f"logs/train_grpo/{run}.log"), COMMAND, 1024))
+    check_jobset(render(example(), Path("/shared") / run, Path(f"logs/train/{run}.log"), COMMAND, 1024))
 
 
 def test_a_folder_that_pods_do_not_see_is_refused() -> None:

@@ -26,7 +26,7 @@ from posttrain.plan.resolve import resolve
 CONFIG_DIR = Path(__file__).parents[3] / "config"
 NAMESPACE = "training"
 PAUSE_SECONDS = 0.05
-LOG = Path("logs/train_grpo/run.log")
+LOG = Path("logs/train/run.log")
 
 
 @pytest.fixture

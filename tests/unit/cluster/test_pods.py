@@ -220,7 +220,7 @@ def test_a_jobset_goes_on_after_a_lost_pod_and_ends_with_a_refusal(
 ) -> None:
     job = make_pods_job(tmp_path, waiting_ranks(tmp_path), "launch.max_idle_attempts=1")
     command = ("python", "-c", POD, json.dumps(job.as_dict()))
-    log = tmp_path / "logs/train_grpo/run.log"
+    log = tmp_path / "logs/train/run.log"
     with ThreadPoolExecutor() as pool, KubernetesServer(tmp_path) as server:
         monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig))
         manifest = render(load_resolved(job.config_path), tmp_path, log, command, 2)

@@ -44,13 +44,13 @@ def test_a_message_says_what_the_plan_says(resolved, model, more):
         assert message == f" ({', '.join(words)})"
     timed = {rule["name"] for rule in rules if rule["seconds"] is not None}
     assert {"convert_hf_to_torch_dist", "export_hf"} <= timed
-    assert ("train_grpo" in timed) == (configuration.config.hardware.device == "cuda")
+    assert ("train" in timed) == (configuration.config.hardware.device == "cuda")
 
 
 def test_the_recipe(resolved):
     needs = RuleNeeds(resolved("glm5").config)
-    days = needs.seconds["train_grpo"] / 86400
-    assert needs.message("train_grpo") == f" (16 nodes, 128 GPUs, about {days:.0f} days)"
+    days = needs.seconds["train"] / 86400
+    assert needs.message("train") == f" (16 nodes, 128 GPUs, about {days:.0f} days)"
     minutes = needs.seconds["evaluate after"] / 60
     assert needs.message("evaluate") == f" (1 node, 8 GPUs, about {minutes:.0f} min)"
     assert needs.message("quantize after") == needs.message("quantize")
@@ -64,14 +64,14 @@ def test_the_recipe(resolved):
 @pytest.mark.parametrize(
     ("choice", "rule", "wanted"),
     [
-        ({"model": "glm5", "nodes": 16}, "train_grpo", JobNeeds(16, 128)),
+        ({"model": "glm5", "nodes": 16}, "train", JobNeeds(16, 128)),
         ({"model": "glm5", "nodes": 16}, "evaluate", JobNeeds(1, 8)),
         ({"model": "glm5", "set": "evaluation.precision=source"}, "benchmark_serving", JobNeeds(2, 16)),
         ({"model": "glm5", "nodes": 16}, "convert_hf_to_torch_dist", JobNeeds()),
         # A spare node is held as long as the others.
-        ({"model": "glm5", "nodes": 16, "site": "example_slurm"}, "train_grpo", JobNeeds(17, 136, "2d")),
+        ({"model": "glm5", "nodes": 16, "site": "example_slurm"}, "train", JobNeeds(17, 136, "2d")),
         ({"model": "glm5", "nodes": 16, "site": "example_slurm"}, "preflight", JobNeeds(17, 136, "2d")),
-        ({"model": "tiny"}, "train_grpo", JobNeeds(1, 0)),
+        ({"model": "tiny"}, "train", JobNeeds(1, 0)),
     ],
 )
 def test_what_a_job_takes(resolved, choice, rule, wanted):
@@ -80,7 +80,7 @@ def test_what_a_job_takes(resolved, choice, rule, wanted):
 
 def test_without_a_duration_there_is_none_in_the_message(resolved):
     needs = RuleNeeds(resolved("tiny").config)
-    assert needs.message("train_grpo") == " (1 node)"
+    assert needs.message("train") == " (1 node)"
     assert needs.message("make_tiny_model") == " (1 node)"
 
 

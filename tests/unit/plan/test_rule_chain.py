@@ -38,7 +38,7 @@ def test_what_the_configuration_leaves_out_is_not_in_the_chain():
 
 def test_training_waits_for_what_its_engines_begin_with():
     waits = {
-        words: {name for name in chain["train_grpo"].after if name.startswith("finalize_quantized")}
+        words: {name for name in chain["train"].after if name.startswith("finalize_quantized")}
         for words in ("", "engine.sleep=never engine.weight_transport=tensor", "rollout.fp8=false")
         for chain in [{rule.name: rule for rule in chain_of("glm5", words)}]
     }
@@ -51,7 +51,7 @@ def test_training_waits_for_what_its_engines_begin_with():
 def test_a_fork_trains_from_another_runs_state():
     config = resolve({"model": "tiny", "site": "local"}, REPOSITORY / "config").config
     rules = {rule.name: rule for rule in rule_chain(config, is_fork=True)}
-    assert "fork_checkpoint" in rules["train_grpo"].after
+    assert "fork_checkpoint" in rules["train"].after
     assert rules.keys() - {rule.name for rule in rule_chain(config)} == {"fork_checkpoint"}
 
 

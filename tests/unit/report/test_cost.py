@@ -21,25 +21,25 @@ def cost_of(jobs: list[tuple[str, float]], site: str = "local", more: str = "", 
 
 def test_a_gpu_counts_for_as_long_as_it_is_held() -> None:
     # 16 nodes of 8 GPUs train for two hours; a download of ten hours holds none.
-    jobs = [("train_grpo", 3600.0), ("train_grpo", 3600.0), ("download_hf_checkpoint", 36_000.0), ("unknown", 1e9)]
+    jobs = [("train", 3600.0), ("train", 3600.0), ("download_hf_checkpoint", 36_000.0), ("unknown", 1e9)]
     assert cost_of(jobs) == {"gpu_hours": 256.0, "cost": None, "currency": ""}
 
 
 def test_spare_nodes_are_held_too() -> None:
-    spare = cost_of([("train_grpo", 3600.0)], "example_slurm", "site.slurm.spare_nodes=2")
+    spare = cost_of([("train", 3600.0)], "example_slurm", "site.slurm.spare_nodes=2")
     assert spare["gpu_hours"] == 18 * 8
 
 
 def test_a_price_makes_costs() -> None:
-    priced = cost_of([("train_grpo", 1800.0)], more="site.price_per_gpu_hour=2.5 site.currency=EUR")
+    priced = cost_of([("train", 1800.0)], more="site.price_per_gpu_hour=2.5 site.currency=EUR")
     assert priced == {"gpu_hours": 64.0, "cost": 160.0, "currency": "EUR"}
     # 12,800 GPU-seconds: 3.5555... hours, 8.8888... EUR.
-    rounded = cost_of([("train_grpo", 100.0)], more="site.price_per_gpu_hour=2.5 site.currency=EUR")
+    rounded = cost_of([("train", 100.0)], more="site.price_per_gpu_hour=2.5 site.currency=EUR")
     assert (rounded["gpu_hours"], rounded["cost"]) == (3.56, 8.89)
 
 
 def test_without_gpus_there_is_nothing_to_count() -> None:
-    assert cost_of([("train_grpo", 3600.0)], model="tiny") == {"gpu_hours": None, "cost": None, "currency": ""}
+    assert cost_of([("train", 3600.0)], model="tiny") == {"gpu_hours": None, "cost": None, "currency": ""}
 
 
 def test_every_attempt_of_a_run_holds_its_gpus(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_the_page_shows_what_an_engineer_looks_for(run, html):
         "Time per step",
         "Throughput",
         "was ended by SIGKILL",
-        "train_grpo",
+        "train",
         "optimizer.lr",
         "config/models/tiny.yaml",
         run.versions["torch"],
@@ -214,7 +214,7 @@ def test_of_a_run_that_trains_there_is_what_there_is(tmp_path):
     }
     for path in (*parts.values(), paths.records):
         path.unlink()
-    for rule in ("train_grpo", "export_hf", "finalize_export_hf", "evaluate"):
+    for rule in ("train", "export_hf", "finalize_export_hf", "evaluate"):
         shutil.rmtree(made.inputs.logs / rule)
     # The last row is being written.
     paths.metrics.write_text("".join(metrics[:7]) + metrics[7][:20])
@@ -225,7 +225,7 @@ def test_of_a_run_that_trains_there_is_what_there_is(tmp_path):
     assert "no evaluation has ended" in text
     assert "Not known yet whether it learns" in text
     states = {name: state.state for name, state in rule_states(run, rule_chain(run.config)).items()}
-    unfinished = {"train_grpo", "export_hf", "finalize_export_hf", "evaluate before", "evaluate after", "render_report"}
+    unfinished = {"train", "export_hf", "finalize_export_hf", "evaluate before", "evaluate after", "render_report"}
     assert {name for name, state in states.items() if state == "not run"} >= unfinished
     assert states["patch_hf_config"] == states["download_dataset"] == "done"
 

@@ -83,14 +83,14 @@ def test_lines_go_from_left_to_right_and_what_follows_from_others_is_left_out():
 
 def test_a_box_tells_its_state_and_its_seconds():
     rules = [
-        RuleNode("train_grpo", "learns", (), num_jobs=2),
-        RuleNode("export_hf", "writes", ("train_grpo",)),
+        RuleNode("train", "learns", (), num_jobs=2),
+        RuleNode("export_hf", "writes", ("train",)),
     ]
-    svg = draw(rules, train_grpo=RuleState("done", 192.0), export_hf=RuleState("not run"))
+    svg = draw(rules, train=RuleState("done", 192.0), export_hf=RuleState("not run"))
     texts = [text.text for text in svg.iter("text")]
-    assert texts == ["train_grpo", "3 min 12 s", "export_hf", "not run"]
+    assert texts == ["train", "3 min 12 s", "export_hf", "not run"]
     assert [group.attrib["class"] for group in svg.iter("g")] == ["node done", "node not-run"]
-    assert "train_grpo: learns (done, 3 min 12 s)" in [title.text for title in svg.iter("title")]
+    assert "train: learns (done, 3 min 12 s)" in [title.text for title in svg.iter("title")]
 
 
 def test_names_are_cut_at_their_words():

@@ -45,10 +45,10 @@ def test_everything_is_read(made):
 
 def test_times_are_taken_from_benchmarks_of_this_run_and_its_model_only(made):
     logs = made.inputs.logs
-    other = logs / "train_grpo" / "tiny-00000000.benchmark.tsv"
+    other = logs / "train" / "tiny-00000000.benchmark.tsv"
     other.write_text("s\tmax_rss\n999\t1\n")
     times = read_run(made.inputs).times
-    assert sum(time.seconds for time in times if time.rule == "train_grpo") == 151.3
+    assert sum(time.seconds for time in times if time.rule == "train") == 151.3
     assert len([time for time in times if time.rule == "convert_hf_to_torch_dist"]) == 2
     assert {time.job.rsplit(".")[-1] for time in times if time.rule == "evaluate"} == {"before", "after"}
 

@@ -53,10 +53,10 @@ def test_flags_tell_value_and_origin(plan_of):
 
 def test_commands_run_one_rule_of_this_configuration(plan_of):
     plan = plan_of("glm5", set="optimizer.lr=3e-4 rollout.fp8=true")
-    train = next(rule for rule in plan["rules"] if rule["name"] == "train_grpo")
+    train = next(rule for rule in plan["rules"] if rule["name"] == "train")
     assert (train["nodes"], train["gpus"]) == (16, 128)
     chosen = "model=glm5 site=local 'set=optimizer.lr=3e-4 rollout.fp8=true'"
-    assert train["command"] == f"snakemake --cores all --until train_grpo --config {chosen}"
+    assert train["command"] == f"snakemake --cores all --until train --config {chosen}"
     # Both evaluations are one rule of the workflow: their files tell them apart.
     commands = {rule["name"]: rule["command"] for rule in plan["rules"]}
     for when in ("before", "after"):
@@ -157,11 +157,11 @@ def test_neighbours_are_told_together():
 def test_gpu_hours_and_their_price(plan_of, resolved):
     plan = plan_of("glm5_4layer")
     seconds = plan["durations_seconds"]
-    gpu_seconds = 8 * (seconds["train_grpo"] + seconds["evaluate before"] + seconds["evaluate after"])
+    gpu_seconds = 8 * (seconds["train"] + seconds["evaluate before"] + seconds["evaluate after"])
     assert plan["gpu_hours"] == pytest.approx(gpu_seconds / 3600, abs=0.01)
     plan = plan_of("glm5", set="evaluation.precision=source")
     seconds = plan["durations_seconds"]  # evaluations take two nodes of their own
-    gpu_seconds = 128 * seconds["train_grpo"] + 16 * (seconds["evaluate before"] + seconds["evaluate after"])
+    gpu_seconds = 128 * seconds["train"] + 16 * (seconds["evaluate before"] + seconds["evaluate after"])
     assert plan["gpu_hours"] == pytest.approx(gpu_seconds / 3600, abs=0.01)
     assert (plan["cost"], plan["currency"]) == (None, "")
     priced = {"set": "site.price_per_gpu_hour=2.5 site.currency=EUR"}

@@ -20,7 +20,7 @@ def keys_of(config):
 def test_a_run_that_names_no_tasks_needs_no_lm_eval():
     config = config_of()
     assert check_lm_eval(config).status == "skipped"
-    assert find_refusals(config, {"evaluate", "train_grpo"}) == []
+    assert find_refusals(config, {"evaluate", "train"}) == []
 
 
 def test_who_asks_for_it_is_told_what_is_missing(tmp_path):

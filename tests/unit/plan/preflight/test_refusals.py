@@ -13,7 +13,7 @@ from posttrain.plan.problems import find_problems
 from posttrain.plan.resolve import resolve
 
 CONFIG_DIR = Path(__file__).parents[4] / "config"
-EVERYTHING = {"list_hf_checkpoint", "resolve_config", "train_grpo", "evaluate", "render_report"}
+EVERYTHING = {"list_hf_checkpoint", "resolve_config", "train", "evaluate", "render_report"}
 SLURM = "example_slurm"
 
 
@@ -41,7 +41,7 @@ def sorted_text(value: Collection[str]) -> str:
     ("rules", "expected"),
     [
         ({"list_hf_checkpoint"}, ["model.source.revision"]),
-        ({"train_grpo"}, ["model.source.revision", "nodes"]),
+        ({"train"}, ["model.source.revision", "nodes"]),
         ({"resolve_config"}, ["model.source.revision", "nodes"]),
         ({"evaluate"}, []),
         ({"plan", "status", "finalize_torch_dist"}, []),
@@ -105,14 +105,14 @@ def test_engines_of_others_need_their_secret_and_no_room_here(monkeypatch: pytes
 
 def test_what_the_hardware_rules_out_is_told_with_training() -> None:
     """A target asked for beside the plan passes the Snakefile; it must not train what does not fit."""
-    assert keys_of({"train_grpo"}, model="tiny", site="local", set="hardware.memory_gib_per_gpu=0.1") == ["parallel"]
+    assert keys_of({"train"}, model="tiny", site="local", set="hardware.memory_gib_per_gpu=0.1") == ["parallel"]
 
 
 def test_a_missing_key_of_wandb_is_told_before_the_first_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     online = "logging.wandb_mode=online"
-    assert keys_of({"train_grpo"}, model="tiny", site="local", set=online) == ["logging.wandb_mode"]
+    assert keys_of({"train"}, model="tiny", site="local", set=online) == ["logging.wandb_mode"]
     assert keys_of({"evaluate"}, model="tiny", site="local", set=online) == []
 
 

@@ -98,7 +98,7 @@ def test_the_recipe_of_16_nodes(glm5):
     parts = ("rollout", "old_logprobs", "train", "weight_sync")
     assert seconds["step_save"] < seconds["step_rollout"], "no step waits for a checkpoint"
     assert seconds["step"] == pytest.approx(sum(seconds[f"step_{part}"] for part in parts), abs=0.01)
-    assert seconds["train_grpo"] == pytest.approx(3000 * seconds["step"] + seconds["step_save"], rel=1e-5)
+    assert seconds["train"] == pytest.approx(3000 * seconds["step"] + seconds["step_save"], rel=1e-5)
     # 32.5 GB for each rank of the engine that decodes, whose attention is data-parallel
     # Quantised at 65 GB/s, and half of what a link gives: 88 % of 50 GB/s.
     assert seconds["step_weight_sync"] == pytest.approx(32.5e9 / 65e9 + 32.5e9 / (0.5 * 0.88 * 50e9), rel=0.01)
@@ -213,7 +213,7 @@ def test_measuring_between_steps_is_planned_and_refused_above_its_share(resolved
     assert "step_evaluation" not in without
     measured, steps = seconds["step_evaluation"], often.training.num_steps
     # One after each step but the last, which is measured by itself.
-    assert seconds["train_grpo"] == pytest.approx(without["train_grpo"] + (steps - 1) * measured, rel=1e-6)
+    assert seconds["train"] == pytest.approx(without["train"] + (steps - 1) * measured, rel=1e-6)
     alone = evaluation_seconds(dataclasses.replace(plain, evaluation=dataclasses.replace(plain.evaluation, suites={})))
     assert measured > 2 * alone > 0
     (problem,) = (one for one in find_problems(often) if one.key == "evaluation.interval")

@@ -91,11 +91,11 @@ def test_a_token_that_is_missing_is_refused_at_the_dry_run(monkeypatch: pytest.M
     monkeypatch.setenv(VARIABLE, CANARIES[VARIABLE])
     (there,) = check_reward_tokens(config)
     assert (there.status, there.detail) == ("ok", "the token is in HF_TOKEN")
-    assert find_refusals(config, ["train_grpo", "evaluate"]) == []
+    assert find_refusals(config, ["train", "evaluate"]) == []
     monkeypatch.delenv(VARIABLE)
     (missing,) = check_reward_tokens(config)
     assert (missing.problem and missing.problem.value) == "HF_TOKEN, which is not set"
-    for rule in ("train_grpo", "evaluate", "approve_data"):
+    for rule in ("train", "evaluate", "approve_data"):
         assert [problem.key for problem in find_refusals(config, [rule])] == ["reward.services.far.token_variable"]
     assert find_refusals(config, ["plan"]) == []
     (unasked,) = check_addresses(config)

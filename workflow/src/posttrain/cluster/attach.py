@@ -22,7 +22,8 @@ log = logging.getLogger(__name__)
 
 # A step takes seconds at least, and each look reads the run's metrics from shared storage.
 POLL_SECONDS = 2.0
-TRAINING_RULE = "rule_train_grpo"
+# How Snakemake names the job to SLURM; `rule_train_grpo` is one that version 0.2 started.
+TRAINING_RULE = "rule_train"
 REMEDY = "the same snakemake command without attach"
 
 

@@ -37,6 +37,7 @@ from posttrain.config.load import digest8
 from posttrain.config.schema import Config
 from posttrain.errors import Problem
 from posttrain.report.logging import LOG_VARIABLE
+from posttrain.store.format_versions import CURRENT_RULES
 
 GROUP, VERSION, PLURAL = "jobset.x-k8s.io", "v1alpha2", "jobsets"
 NODE_RANK, NUM_NODES = "POSTTRAIN_NODE_RANK", "POSTTRAIN_NUM_NODES"
@@ -63,9 +64,10 @@ def jobset_name(run_folder: Path, log_path: Path) -> str:
         log_path: `logs/{rule}/{run}.log`, or `logs/{rule}/{run}.{part}.log`: it tells steps of a run apart.
 
     Example:
-        `logs/train_grpo/glm5-1a2b3c4d.log` gives `glm5-1a2b3c4d-train-grpo-` and 8 digits of a digest.
+        `logs/train/glm5-1a2b3c4d.log` gives `glm5-1a2b3c4d-train-grpo-` and 8 digits of a digest.
     """
-    step = f"{log_path.stem}-{log_path.parent.name}"
+    former = {rule: step for step, rule in CURRENT_RULES.items()}
+    step = f"{log_path.stem}-{former.get(log_path.parent.name, log_path.parent.name)}"
     digest = digest8([os.path.abspath(run_folder), step])
     words = re.sub(r"[^a-z0-9]+", "-", step.lower())
     return f"{words[: _LONGEST_NAME - 1 - len(digest)].rstrip('-')}-{digest}"

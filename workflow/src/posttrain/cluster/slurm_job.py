@@ -39,7 +39,7 @@ def resources_of_training(config: Config, lease_folder: Path | None) -> dict[str
         config: The resolved configuration.
         lease_folder: Of the run: a job that holds the lease is waited for in the queue; None: for nobody.
     """
-    slurm, needs = config.site.slurm, job_needs(config, "train_grpo")
+    slurm, needs = config.site.slurm, job_needs(config, "train")
     if config.site.launcher != "slurm":
         return needs.resources
     count = needs.nodes

@@ -25,7 +25,7 @@ MINUTE = 60
 # From here on, hours say more than minutes; below ten of them, or of days, a decimal matters.
 LONGEST_IN_MINUTES, LONGEST_WITH_DECIMAL = 100 * MINUTE, 10
 # Rules whose jobs use GPUs; all others work with files.
-TRAINING, SERVING = ("train_grpo", "preflight"), ("evaluate", "lm_eval", "benchmark_serving", "ask_precision")
+TRAINING, SERVING = ("train", "preflight"), ("evaluate", "lm_eval", "benchmark_serving", "ask_precision")
 # A node that computes in FP32, a layer at a time.
 COMPARING = "compare_precisions"
 # Host memory of one node alone.

@@ -22,6 +22,7 @@ from posttrain.report.report_page import render_page
 from posttrain.report.report_summary import rewards_in_words
 from posttrain.report.suite_results import suite_rows
 from posttrain.report.verdict import Verdict
+from posttrain.store.format_versions import CURRENT_RULES
 from posttrain.store.weight_formats import OTHER_QUANTISED
 from posttrain.types import label_text
 
@@ -91,11 +92,12 @@ def render_report(run: RunData, summary: Mapping[str, Any], verdict: Verdict) ->
 
 def rule_states(run: RunData, rules: Sequence[RuleNode]) -> dict[str, RuleState]:
     """Return what is known about each rule of the chain: done with its seconds, or not run."""
-    made = {artefact.receipt.step for artefact in run.artefacts if artefact.receipt is not None} - {"evaluate"}
+    steps = {artefact.receipt.step for artefact in run.artefacts if artefact.receipt is not None}
+    made = {CURRENT_RULES.get(step, step) for step in steps} - {"evaluate"}
     made |= {f"evaluate {when}" for when in ("before", "after") if getattr(run, when) is not None}
     made |= set() if run.missing else {"render_report"}
     # Checkpoints of a training and parts of an export have receipts before all of it is there.
-    made -= {"train_grpo"} if "the end of training" in run.missing else set()
+    made -= {"train"} if "the end of training" in run.missing else set()
     made -= {"export_hf"} if "the export" in run.missing else set()
     for when, (use, _) in OTHER_QUANTISED.items():
         made |= {f"quantize {when}"} if made & {use.step, use.finalize_step} else set()

@@ -57,8 +57,8 @@ def _heldout_rewards(run: RunData) -> dict[str, Any]:
 
 def _gpu_jobs(run: RunData) -> list[tuple[str, float]]:
     """Return rule and seconds of each job; training holds its GPUs in every attempt, not only in the last one."""
-    attempts = [("train_grpo", row["ended_unix"] - row["started_unix"]) for row in run.attempts]
-    return [*attempts, *((time.rule, time.seconds) for time in run.times if time.rule != "train_grpo")]
+    attempts = [("train", row["ended_unix"] - row["started_unix"]) for row in run.attempts]
+    return [*attempts, *((time.rule, time.seconds) for time in run.times if time.rule != "train")]
 
 
 def sum_by_rule(times: Sequence[RuleTime]) -> dict[str, float]:

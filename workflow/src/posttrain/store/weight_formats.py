@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from posttrain.store.format_versions import CURRENT_RULES
+
 
 @dataclass(frozen=True)
 class Recoding:
@@ -51,5 +53,5 @@ def recoding_of(step: str) -> Recoding:
 
 
 def rule_of(step: str) -> str:
-    """Return the rule that runs a step of a receipt; most have one name."""
-    return _RULES.get(step, step)
+    """Return the rule that runs a step of a receipt, or that logged under an older name; most have one name."""
+    return _RULES.get(step, CURRENT_RULES.get(step, step))

@@ -27,7 +27,7 @@ from posttrain.store import Paths
 # Rules that fetch what cannot be converted, and that train; others, but those that serve, ask for nothing that this
 # version lacks.
 FETCHING = ("list_hf_checkpoint", "download_hf_checkpoint")
-TRAINING = ("resolve_config", "train_grpo")
+TRAINING = ("resolve_config", "train")
 GRADING = (*TRAINING, "approve_data", "evaluate")
 # Rules that read suites; what a calibration reads is fetched by the same rule.
 ASKING = ("approve_data", "evaluate", "ask_precision")

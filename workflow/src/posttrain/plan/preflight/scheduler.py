@@ -49,7 +49,7 @@ def _check_partition(config: Config) -> Finding:
     for line in done.stdout.splitlines():
         name, _, count = line.rpartition(" ")
         sizes[name] = sizes.get(name, 0) + int(count)
-    wanted, name = job_needs(config, "train_grpo").nodes, slurm.partition or "the default"
+    wanted, name = job_needs(config, "train").nodes, slurm.partition or "the default"
     if not sizes:
         return failed(key, key, repr(slurm.partition), "a partition that SLURM knows", "`sinfo` lists them")
     if max(sizes.values()) < wanted:

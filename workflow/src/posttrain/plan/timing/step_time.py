@@ -205,7 +205,7 @@ def step_durations(config: Config, shared_storage: float) -> dict[str, float]:
     if config.evaluation.interval:
         seconds["step_evaluation"] = evaluation_seconds(config)
         total += (config.training.num_steps - 1) // config.evaluation.interval * seconds["step_evaluation"]
-    rules = {"train_grpo": total}
+    rules = {"train": total}
     if evaluation_nodes(config) and not config.evaluation.addresses:
         alone = evaluation_seconds(serving_config(config))
         rules |= dict.fromkeys(("evaluate before", "evaluate after"), alone)

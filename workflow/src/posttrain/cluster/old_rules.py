@@ -1,0 +1,35 @@
+"""Names that rules had in the version before: rejected with the new one, since Snakemake would take them for files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from posttrain.errors import Problem
+from posttrain.store.format_versions import CURRENT_RULES
+
+
+def find_old_rules(words: Sequence[str], resources: Any) -> list[Problem]:
+    """Return the problem of each old name on a command line, or in a profile's threads and resources.
+
+    Args:
+        words: Of the command line.
+        resources: `workflow.resource_settings`.
+    """
+    named = [word.replace("=", ":").partition(":")[0] for word in words]
+    return [*_problems([*named, *resources.overwrite_threads, *resources.overwrite_resources])]
+
+
+def find_old_rules_of_dag(dag: Any) -> list[Problem]:
+    """Return the problem of each old name that a profile gives for `--until`, `--omit-from` or `--forcerun`.
+
+    Args:
+        dag: `workflow.dag_settings`, which Snakemake sets once it has read the Snakefile.
+    """
+    return [*_problems([*dag.until, *dag.omit_from, *dag.forcerun])]
+
+
+def _problems(names: Iterable[str]) -> Iterator[Problem]:
+    for old in sorted(CURRENT_RULES.keys() & set(names)):
+        new = CURRENT_RULES[old]
+        yield Problem("rule", old, new, f"write {new} on the command line and in profiles; the rule was renamed")
