@@ -16,6 +16,8 @@ PAGES = sorted(
     for path in (ROOT / folder).glob("*.md")
 )
 NAMED = re.compile(r"\bdocs/(?:decisions/(\d{3})|([a-z-]+)\.md)")
+# A test or a folder of tests; those of CONTRIBUTING.md that stand for any are left out.
+TESTS = re.compile(r"\btests/(?!unit/part/|posttrain_x/)(?:\w+/)*(?:\w+\.py|[a-z]\w*[a-z0-9]\b(?![.<*{]))")
 # Drawn when the site is built.
 GENERATED = {"rules.md"}
 LINK = re.compile(r"\]\(([^()\s]+)\)")
@@ -60,6 +62,13 @@ def test_pages_and_records_that_code_names_are_there() -> None:
 def _without_addresses(text: str) -> str:
     """Pages of other projects are no pages of ours: https://..., or `(owner/repository, docs/page.md`."""
     return re.sub(r"https?://\S+|\([\w-]+/[\w.-]+, docs/[\w./-]+", "", text)
+
+
+def test_tests_that_pages_and_code_name_are_there() -> None:
+    files = [*PAGES, *(path for folder in ("workflow", "tests") for path in (ROOT / folder).rglob("*.py"))]
+    named = {(str(file.relative_to(ROOT)), name) for file in files for name in TESTS.findall(file.read_text())}
+    assert len({name for _, name in named}) > 50, "the pattern finds no tests"
+    assert {(file, name) for file, name in named if not (ROOT / name).exists()} == set()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

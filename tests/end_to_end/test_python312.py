@@ -40,7 +40,7 @@ def fresh_clone() -> None:
 
 
 def test_the_trainer_computes_what_transformers_does() -> None:
-    printed = run(PYTHON, "-m", "pytest", "tests/unit/megatron_backend", "-m", "not faults", "-q")
+    printed = run(PYTHON, "-m", "pytest", "tests/unit/rl/megatron_backend", "-m", "not faults", "-q")
     assert " passed" in printed
 
 

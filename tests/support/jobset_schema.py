@@ -4,7 +4,7 @@ Those types refuse wrong kinds of values and missing ones; a field that they do 
 them, and so is found. A CRD's own schema, with its choices and limits, is checked beside them where there is one:
 
     kubectl get crd jobsets.jobset.x-k8s.io -o yaml > crd.yaml
-    JOBSET_CRD=crd.yaml pytest tests/unit/launch
+    JOBSET_CRD=crd.yaml pytest tests/unit/cluster
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Equality against what math-verify 0.9.0 says of its own published cases, and labels of every form.
 
-The cases are restated from the tests in its source distribution (Apache-2.0): tests/test_all.py, test_numina_cases.py,
+The cases are restated from the tests in its source distribution (Apache-2.0): test_all.py, test_numina_cases.py,
 test_open_thoughts.py, test_yujianll.py. They are a regression and not the truth: where we differ stands why.
 """
 

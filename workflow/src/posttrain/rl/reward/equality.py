@@ -1,4 +1,4 @@
-"""When two answers in mathematics are the same: docs/rewards.md has the rules, tests/unit/reward the cases.
+"""When two answers in mathematics are the same: docs/rewards.md has the rules, tests/unit/rl/reward the cases.
 
 Each side is read on its own, the outermost structure first: brackets, lists, relations, equations, joined sets, units.
 Only single values go to `expression`. math-verify's grammar reads structures too, but drops what a verdict needs: it
