@@ -14,6 +14,8 @@ BIN := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Waiting threads must not spin: several processes share few cores.
 export OMP_WAIT_POLICY := PASSIVE
+# Tests are many processes: what one has compiled the next one reads.
+unexport PYTHONDONTWRITEBYTECODE
 # Tests run side by side, file by file; one file always has one worker.
 WORKERS ?= 2
 

@@ -48,14 +48,26 @@ SMALL = {
 }
 
 
+# Name -> what is chosen.
+CASES = SMALL | {
+    f"glm5-{hardware}-{switch}": {
+        "model": "glm5",
+        "nodes": 32 if hardware == "gb300" else 16,
+        "hardware": hardware,
+        "set": f"{machine} {text}",
+    }
+    for hardware, machine in HARDWARE.items()
+    for switch, text in SWITCHES.items()
+    if (hardware, switch) not in NOT_THERE
+}
+
+
 @cache
+def flag_case(name: str) -> Resolved:
+    """Return the configuration of a case."""
+    return resolve({"site": "local", **CASES[name]}, CONFIG_DIR)
+
+
 def flag_cases() -> dict[str, Resolved]:
     """Return name -> configuration of every case."""
-    found = {name: resolve({"site": "local", **chosen}, CONFIG_DIR) for name, chosen in SMALL.items()}
-    for hardware, machine in HARDWARE.items():
-        for switch, text in SWITCHES.items():
-            if (hardware, switch) not in NOT_THERE:
-                nodes = 32 if hardware == "gb300" else 16
-                chosen = {"model": "glm5", "nodes": nodes, "hardware": hardware, "site": "local"}
-                found[f"glm5-{hardware}-{switch}"] = resolve({**chosen, "set": f"{machine} {text}"}, CONFIG_DIR)
-    return found
+    return {name: flag_case(name) for name in CASES}

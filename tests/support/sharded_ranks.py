@@ -56,7 +56,7 @@ def run_rank(request: dict[str, Any], folder: Path) -> None:
         engine_shards = EngineShards(values, engines, runner)
         transfer = ShardedTransfer(config, engine_shards, round_bytes=1 << 16)
         transfer.send(1)
-        transfer.settle()
+        transfer.commit_base()
         if sends_changes:
             for tensor in tensors.values():  # other signs: no scale changes
                 tensor.view(-1)[:: request["changed_every"]] *= -1

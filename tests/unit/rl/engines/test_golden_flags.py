@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.support.flag_cases import flag_cases
+from tests.support.flag_cases import CASES, flag_case, flag_cases
 
 from posttrain.plan.flags.rendered import rendered_flags
 from posttrain.plan.flags.sglang_flags import roles, sglang_flags
@@ -22,12 +22,12 @@ GOLDEN = Path(__file__).parent / "golden"
 
 def text_of(name: str) -> str:
     """Return a case's flags, a line each; the layers that set the keys are left out: they depend on the test."""
-    resolved = flag_cases()[name]
+    resolved = flag_case(name)
     flags = rendered_flags(resolved.config, resolved.origins)
     return "".join(f"{key} = {json.dumps(item['value'])}\n" for key, item in flags.items())
 
 
-@pytest.mark.parametrize("name", flag_cases())
+@pytest.mark.parametrize("name", CASES)
 def test_flags_are_as_pinned(name):
     golden = GOLDEN / f"{name}.txt"
     assert golden.exists(), "a new case; the head of this file says how to write its golden file"
@@ -35,13 +35,13 @@ def test_flags_are_as_pinned(name):
 
 
 def test_no_golden_file_is_left_over():
-    assert {path.stem for path in GOLDEN.glob("*.txt")} == set(flag_cases())
+    assert {path.stem for path in GOLDEN.glob("*.txt")} == set(CASES)
 
 
 def test_every_switch_shows():
     """A switch whose file equals the recipe's would pin nothing."""
     recipe = text_of("glm5-h200-recipe")
-    assert all(text_of(name) != recipe for name in flag_cases() if name != "glm5-h200-recipe" and "h200" in name)
+    assert all(text_of(name) != recipe for name in CASES if name != "glm5-h200-recipe" and "h200" in name)
 
 
 def test_every_flag_of_sglang_on_gpus_is_in_the_table_of_the_docs():
@@ -57,5 +57,5 @@ if __name__ == "__main__":
     GOLDEN.mkdir(exist_ok=True)
     for old in GOLDEN.glob("*.txt"):
         old.unlink()
-    for case in flag_cases():
+    for case in CASES:
         (GOLDEN / f"{case}.txt").write_text(text_of(case))

@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import itertools
 import random
-import time
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from posttrain_weights.channel import TELLING
 
 checkpoint, make_policy = one_rank.checkpoint, one_rank.make_policy
 STRATEGY, ROUND_BYTES = "block", 1 << 14
+DAY_SECONDS = 24 * 3600.0
 
 
 class DiesError(RuntimeError):
@@ -207,12 +207,12 @@ def test_ten_thousand_spoiled_messages_are_noticed(trainer, count: Count) -> Non
 def test_members_that_end_leave_no_version(trainer, times: int) -> None:
     """A receiver, or the sender: no engine has a version then, and the next transfer that succeeds gives it one.
 
-    The others do not wait for it, and what is told is the cause.
+    The others do not wait for it, which would take a day, and what is told is the cause.
     """
     drawn = random.Random(5)
     for number in range(times):
         with asyncio.Runner() as runner:
-            transfers, began = Transfers(*trainer, runner), time.monotonic()
+            transfers = Transfers(*trainer, runner, seconds=DAY_SECONDS)
             if number % 2:
                 assert transfers.publish_spoiled(killed, drawn)
                 assert transfers.failure == "a member has ended"
@@ -220,7 +220,6 @@ def test_members_that_end_leave_no_version(trainer, times: int) -> None:
                 transfers.transfer._sender = _Dying(transfers.transfer._sender, drawn.randrange(20))
                 with pytest.raises(RuntimeError, match=r"^a member has ended$"):
                     transfers.publish()
-            assert time.monotonic() - began < 10, "of the 60 s that members have"
             assert transfers.engines.version == -1
             transfers = Transfers(*trainer, runner)
             assert transfers.num_wrong == 0
