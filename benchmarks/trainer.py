@@ -31,7 +31,7 @@ from benchmarks.claims import report, start
 from benchmarks.trainer_sides import GROUP, LONGEST, MODELS, PROMPT_TOKENS, SIDES, Task, Update
 from tests.support.tiny_checkpoint import make_random_checkpoint
 
-from posttrain.plan.timing.flops import sequence_flops
+from posttrain.plan.sizing.flops import sequence_flops
 
 NUM_RESPONSES, THREADS = 16, 2
 GOALS = {"mixed": {"trl": 2.0, "plain": 1.2}, "equal": {"trl": 1.0, "plain": 1.0}}

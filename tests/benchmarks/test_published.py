@@ -7,9 +7,9 @@ import pytest
 from benchmarks.published import MODELS, NEMO_RL, VLLM, FittedSystem, machine_of, main, step_time_accuracy
 
 from posttrain.plan.resolve import resolve
+from posttrain.plan.sizing.flops import sequence_flops
 from posttrain.plan.timing import rates
 from posttrain.plan.timing.decoding import DecodingGpus, decode_step_seconds
-from posttrain.plan.timing.flops import sequence_flops
 from posttrain.plan.timing.rates import TOLERANCE
 
 

@@ -86,7 +86,7 @@ def test_each_lost_node_is_replaced_once(cluster: Cluster, job: str, tmp_path: P
     cluster.wait_until(lambda: cluster.state(spare) == "CANCELLED")
     cluster.wait_until(lambda: have_come(nodes, 3))
     assert set(nodes.choose(3)).isdisjoint({own[1], new})
-    nodes.give_back()
+    nodes.scheduler.give_back()
     cluster.wait_until(lambda: cluster.jobs() == [job])
 
 
@@ -97,9 +97,9 @@ def test_another_runs_jobs_are_not_touched(cluster: Cluster, job: str, tmp_path:
     (of_first,) = set(cluster.jobs()) - {job}
     second.leave_out([nodes_of(cluster, job)[1]])
     (of_second,) = set(cluster.jobs()) - {job, of_first}
-    allocation(cluster, job, tmp_path / "a" / "tiny-1" / "train").give_back()
+    allocation(cluster, job, tmp_path / "a" / "tiny-1" / "train").scheduler.give_back()
     cluster.wait_until(lambda: set(cluster.jobs()) == {job, of_second})
-    second.give_back()
+    second.scheduler.give_back()
     cluster.wait_until(lambda: cluster.jobs() == [job])
 
 

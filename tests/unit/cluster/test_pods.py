@@ -286,7 +286,7 @@ def test_a_pod_that_does_not_answer_is_lost(
     with pytest.raises(NodesLostError, match="needs all 2 pods, and has lost node-1"):
         head.choose(2)
     with pytest.raises(SystemExit) as raised:
-        head.requeue()
+        head.scheduler.requeue()
     assert raised.value.code == EXIT_TO_START_AGAIN
 
 

@@ -36,7 +36,7 @@ def test_jobs_side_by_side_have_ports_of_their_own() -> None:
 
 def test_a_site_that_forbids_requeueing_gets_instructions() -> None:
     with pytest.raises(RuntimeError, match="give the same command again"):
-        allocation("a", "site.slurm.requeue=false").requeue()
+        allocation("a", "site.slurm.requeue=false").scheduler.requeue()
 
 
 def test_addresses_of_interfaces() -> None:

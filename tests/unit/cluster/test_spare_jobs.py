@@ -66,7 +66,7 @@ def test_training_goes_on_where_slurm_takes_no_job(
         nodes.leave_out(["n3"])
     assert ("a used-up spare node is not replaced through the queue: " in caplog.text) == is_asked
     assert nodes.choose(16) == [name for name in names if name != "n3"]
-    nodes.give_back()
+    nodes.scheduler.give_back()
 
 
 def test_several_that_were_started_together() -> None:

@@ -170,3 +170,16 @@ def _as_dict(sample: Sample) -> dict[str, Any]:
 def label_text(label: Any) -> str:
     """Return a label as text: a text is itself, anything else its JSON."""
     return label.strip() if isinstance(label, str) else json.dumps(label, ensure_ascii=False)
+
+
+@dataclass(frozen=True)
+class RolloutResult:
+    """The groups of one step.
+
+    Args:
+        groups: In prompt order.
+        num_replayed: Groups that an earlier attempt had finished.
+    """
+
+    groups: list[SampleGroup]
+    num_replayed: int

@@ -15,10 +15,9 @@ from posttrain.config.schema import Config
 from posttrain.plan.sizing.activations import fullest_micro_batch
 from posttrain.plan.sizing.assumptions import ASSUMPTIONS
 from posttrain.rl.engines.routes import smallest
-from posttrain.rl.rollout.coordinator import RolloutResult
 from posttrain.rl.rollout.rollout_store import RolloutStore
 from posttrain.rl.training.batch import plan_rows, row_multiples
-from posttrain.types import Prompt, Routes, Sample, SampleGroup
+from posttrain.types import Prompt, RolloutResult, Routes, Sample, SampleGroup
 from posttrain_rehearsal.sampled_shapes import AS_PLANNED, Length, SampledShapes, rehearsed_row
 
 # Lengths of the first step's samples, as parts of the longest: most have the first, some of the first data-parallel

@@ -9,8 +9,8 @@ from scipy.optimize import minimize
 
 from posttrain.plan.resolve import resolve
 from posttrain.plan.sizing.engine import GIB, kv_tokens
+from posttrain.plan.sizing.flops import sequence_flops
 from posttrain.plan.timing.decoding import DecodingGpus
-from posttrain.plan.timing.flops import sequence_flops
 from posttrain.plan.timing.serving_load import (
     FITTED,
     PUBLISHED_BURST,

@@ -5,9 +5,9 @@ import pytest
 from benchmarks.published import machine_of
 
 from posttrain.plan.problems import find_problems
+from posttrain.plan.sizing.flops import sequence_flops
 from posttrain.plan.timing import rates
 from posttrain.plan.timing.decoding import DecodingGpus, decode_step_seconds, rollout_time
-from posttrain.plan.timing.flops import sequence_flops
 from posttrain.plan.timing.rates import COMPUTE_SHARE
 from posttrain.plan.timing.step_time import (
     best_split,

@@ -7,8 +7,8 @@ import pytest
 from benchmarks.published import MODELS, machine_of
 
 from posttrain.plan.resolve import resolve
+from posttrain.plan.sizing.flops import sequence_flops
 from posttrain.plan.timing import attainable
-from posttrain.plan.timing.flops import sequence_flops
 from posttrain.plan.timing.step_time import trainer_of
 from posttrain.plan.timing.update_time import Trainer, forward_causes, layer_elements, mfu, train_causes
 

@@ -4,8 +4,7 @@ import json
 import math
 
 from posttrain.rl.rollout.broadcast import as_plain, from_plain
-from posttrain.rl.rollout.coordinator import RolloutResult
-from posttrain.types import Prompt, Routes, Sample, SampleGroup
+from posttrain.types import Prompt, RolloutResult, Routes, Sample, SampleGroup
 
 
 def sample(index: int, logprobs: tuple[float, ...]) -> Sample:

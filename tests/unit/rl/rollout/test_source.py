@@ -18,10 +18,9 @@ from posttrain.errors import CheckpointError
 from posttrain.report.rank_progress import PROGRESS_VARIABLE, RankProgress, read_progress, take_silent
 from posttrain.rl.engines.calls import EngineError
 from posttrain.rl.engines.client import EngineClient
-from posttrain.rl.rollout.coordinator import RolloutResult
 from posttrain.rl.rollout.rollout_store import RolloutStore
 from posttrain.rl.rollout.source import StoredSource, SynchronousSource
-from posttrain.types import Prompt, Sample, SampleGroup
+from posttrain.types import Prompt, RolloutResult, Sample, SampleGroup
 
 GROUPS = [
     SampleGroup(

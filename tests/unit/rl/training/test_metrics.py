@@ -7,9 +7,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from posttrain.rl.rollout.coordinator import RolloutResult
 from posttrain.rl.training import metrics
-from posttrain.types import Prompt, Sample, SampleGroup
+from posttrain.types import Prompt, RolloutResult, Sample, SampleGroup
 
 
 def rollout(*rewards: list[float | None], parts: Mapping[str, float] | None = None) -> RolloutResult:

@@ -17,7 +17,7 @@ from posttrain.cluster.hang import HangWatch, Position, describe_stacks
 from posttrain.cluster.inspection import must_inspect
 from posttrain.cluster.job import TrainingJob
 from posttrain.cluster.node_group import AttemptFailedError, NodeGroup
-from posttrain.cluster.nodes import Nodes
+from posttrain.cluster.nodes import Allocation
 from posttrain.cluster.preemption_deadline import PreemptionDeadline
 from posttrain.config.derived import trainer_nodes
 from posttrain.config.schema import Config
@@ -48,14 +48,14 @@ class Attempt(NodeGroup):
         names: The nodes of this attempt, in the order of ranks.
         folder: Logs of the attempt.
         lease: Held by this process.
-        fit: Nodes that need no preflight; those that have passed it are added.
+        fit: Allocation that need no preflight; those that have passed it are added.
     """
 
     def __init__(
         self,
         job: TrainingJob,
         config: Config,
-        nodes: Nodes,
+        nodes: Allocation,
         names: Sequence[str],
         folder: Path,
         lease: Lease,
@@ -78,7 +78,7 @@ class Attempt(NodeGroup):
         Raises:
             AttemptFailedError: Something ended early.
             EndedEarlyError: The job's time is over; all is saved.
-            UnfitNodesError: Nodes should not train.
+            UnfitNodesError: Allocation should not train.
             CheckpointError: A node refuses what it should load; another attempt would not help.
         """
         self.form_group()
@@ -161,7 +161,7 @@ class Attempt(NodeGroup):
         if self._is_ending:
             return
         asked = any(member.has_told("asked_to_end") for member in self._members.values())
-        if asked or self._nodes.end_is_near(self._preemption_deadline.seconds):
+        if asked or self._nodes.scheduler.end_is_near(self._preemption_deadline.seconds):
             log.warning(
                 "training is asked to save and end: %s", "by a signal" if asked else "the job's time is over soon"
             )

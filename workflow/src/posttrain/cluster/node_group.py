@@ -18,7 +18,7 @@ from typing import Any, Self
 from posttrain.cluster.channel import POLL_SECONDS, Channel
 from posttrain.cluster.handshake import SECRET_VARIABLE, Reception
 from posttrain.cluster.inspection import UnfitNodesError, inspect
-from posttrain.cluster.nodes import Nodes
+from posttrain.cluster.nodes import Allocation
 from posttrain.cluster.ranks import Ending
 from posttrain.config.schema import Config
 from posttrain.errors import CheckpointError
@@ -35,7 +35,7 @@ class AttemptFailedError(RuntimeError):
 
     Args:
         reason: What happened, for people.
-        suspects: Nodes that may be gone.
+        suspects: Allocation that may be gone.
     """
 
     def __init__(self, reason: str, suspects: Sequence[str] = ()):
@@ -81,7 +81,7 @@ class NodeGroup:
         folder: Gets the logs.
     """
 
-    def __init__(self, config: Config, nodes: Nodes, names: Sequence[str], folder: Path):
+    def __init__(self, config: Config, nodes: Allocation, names: Sequence[str], folder: Path):
         self._config, self._nodes, self._names, self._folder = config, nodes, list(names), folder
         self._secret = secrets.token_hex(32)
         self._inbox: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue()

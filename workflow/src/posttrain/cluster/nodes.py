@@ -53,15 +53,64 @@ class StartedHere:
         end_processes(self.processes, PROCESS_END_SECONDS)
 
 
-class Nodes(Protocol):
+class Scheduler(Protocol):
+    """What runs the job that a training is in, and may run it again."""
+
+    job: str
+    """Its name for the job, the same after it was requeued; empty without a scheduler."""
+
+    def job_is_alive(self, job: str) -> bool | None:
+        """Return whether it runs a job or will; None where it cannot tell."""
+
+    def end_is_near(self, seconds: float) -> bool:
+        """Return whether it ends the job within so many seconds; asked all the time."""
+
+    def requeue(self, after: str = "") -> None:
+        """Give the nodes back and have the job started again later; does not return.
+
+        Args:
+            after: Another job that has to end first, as its lease names it.
+
+        Raises:
+            RuntimeError: The site does not allow it, with what to do instead.
+            SystemExit: The job is started again because of this process's exit code.
+        """
+
+    def give_back(self) -> None:
+        """End what was asked of it for the run beside this job; only who holds the lease may."""
+
+
+class NoScheduler:
+    """Nobody starts the job again."""
+
+    job = ""
+
+    def job_is_alive(self, job: str) -> None:
+        """Return None: nobody can be asked."""
+
+    def end_is_near(self, seconds: float) -> bool:
+        """Return False: nobody ends the job."""
+        return False
+
+    def requeue(self, after: str = "") -> None:
+        """Raise: there is no queue."""
+        raise RuntimeError("run the same command again to go on")
+
+    def give_back(self) -> None:
+        """Do nothing: nothing was asked for."""
+
+
+class Allocation(Protocol):
     """The nodes that a training job may use."""
 
     address: str
     """Where the head listens."""
-    job: str
-    """The scheduler's name for the job, the same after it was requeued; empty without a scheduler."""
     first_port: int
     """Ports from here on are the job's; 0: free ones are chosen."""
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """What gave them."""
 
     def choose(self, count: int) -> list[str]:
         """Return the names of the nodes that train, the ranks' order.
@@ -88,26 +137,6 @@ class Nodes(Protocol):
     def leave_out(self, names: Sequence[str]) -> None:
         """Do not choose these nodes again, although they answer."""
 
-    def job_is_alive(self, job: str) -> bool | None:
-        """Return whether the scheduler runs a job or will; None where it cannot tell."""
-
-    def end_is_near(self, seconds: float) -> bool:
-        """Return whether the scheduler ends the job within so many seconds; asked all the time."""
-
-    def requeue(self, after: str = "") -> None:
-        """Give the nodes back and have the job started again later; does not return.
-
-        Args:
-            after: Another job that has to end first, as its lease names it.
-
-        Raises:
-            RuntimeError: The site does not allow it, with what to do instead.
-            SystemExit: The job is started again because of this process's exit code.
-        """
-
-    def give_back(self) -> None:
-        """End what was asked of the scheduler for the run beside this job; only who holds the lease may."""
-
 
 class ThisMachine:
     """One machine without a scheduler.
@@ -116,7 +145,7 @@ class ThisMachine:
         name: What its node-local copy is called.
     """
 
-    address, job, first_port = LOOPBACK, "", 0
+    address, first_port, scheduler = LOOPBACK, 0, NoScheduler()
 
     def __init__(self, name: str):
         self._name, self._is_left_out = name, False
@@ -145,20 +174,6 @@ class ThisMachine:
     def leave_out(self, names: Sequence[str]) -> None:
         """Choose nothing any more."""
         self._is_left_out = True
-
-    def job_is_alive(self, job: str) -> None:
-        """Return None: there is no scheduler."""
-
-    def end_is_near(self, seconds: float) -> bool:
-        """Return False: nobody ends it."""
-        return False
-
-    def requeue(self, after: str = "") -> None:
-        """Raise: there is no queue."""
-        raise RuntimeError("run the same command again to go on")
-
-    def give_back(self) -> None:
-        """Do nothing: nothing was asked for."""
 
 
 def start_here(

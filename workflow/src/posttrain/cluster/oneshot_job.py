@@ -54,7 +54,7 @@ class OneshotJob(NodeGroup):
         except AttemptFailedError as failure:
             failure.lost_nodes = nodes.check(failure.suspects)
             if failure.lost_nodes and config.site.launcher == "kubernetes":
-                nodes.requeue()
+                nodes.scheduler.requeue()
             raise
 
     def run_ranks(self, command: Sequence[str]) -> None:

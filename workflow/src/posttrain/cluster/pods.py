@@ -22,6 +22,7 @@ from posttrain.cluster.nodes import (
     FIRST_PORT,
     PROCESS_END_SECONDS,
     NodesLostError,
+    NoScheduler,
     StartedHere,
     interface_address,
     start_here,
@@ -98,6 +99,22 @@ class StartedOnPods:
             pod.end()
 
 
+class RestartedByJobSet(NoScheduler):
+    """A JobSet starts all of its pods again; a pod has no time limit, and does not ask the API server."""
+
+    def requeue(self, after: str = "") -> None:
+        """End so that JobSet starts all pods again.
+
+        Args:
+            after: Nothing here: there are no other jobs.
+
+        Raises:
+            SystemExit: Always.
+        """
+        log.warning("ending with exit code %d: JobSet starts all pods again", EXIT_TO_START_AGAIN)
+        sys.exit(EXIT_TO_START_AGAIN)
+
+
 class Pods:
     """The pods of the JobSet whose first is this one.
 
@@ -106,7 +123,7 @@ class Pods:
         rendezvous: The file in which the other pods look for the head.
     """
 
-    job = ""
+    scheduler = RestartedByJobSet()
 
     def __init__(self, config: Config, rendezvous: Path):
         self.address = _own_address(config)
@@ -160,28 +177,6 @@ class Pods:
     def leave_out(self, names: Sequence[str]) -> None:
         """Do not choose nodes again: there are no others."""
         self._lost.update(names)
-
-    def job_is_alive(self, job: str) -> None:
-        """Return None: the API server is not asked from inside of a pod."""
-
-    def end_is_near(self, seconds: float) -> bool:
-        """Return False: a pod has no time limit."""
-        return False
-
-    def requeue(self, after: str = "") -> None:
-        """End so that JobSet starts all pods again.
-
-        Args:
-            after: Nothing here: there are no other jobs.
-
-        Raises:
-            SystemExit: Always.
-        """
-        log.warning("ending with exit code %d: JobSet starts all pods again", EXIT_TO_START_AGAIN)
-        sys.exit(EXIT_TO_START_AGAIN)
-
-    def give_back(self) -> None:
-        """Do nothing: JobSet takes the pods."""
 
     # ---- who comes ----
 

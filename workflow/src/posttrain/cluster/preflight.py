@@ -14,7 +14,7 @@ from typing import Any
 from posttrain import store
 from posttrain.cluster.inspection import FILE_NAME, KV_TRANSFER, LINKS, UnfitNodesError
 from posttrain.cluster.node_group import AttemptFailedError, NodeGroup
-from posttrain.cluster.nodes import Nodes
+from posttrain.cluster.nodes import Allocation
 from posttrain.config.derived import nodes_with_spares
 from posttrain.config.load import dump_resolved
 from posttrain.errors import Problem
@@ -28,7 +28,7 @@ class Preflight:
     """What was found.
 
     Args:
-        fit: Nodes that may train.
+        fit: Allocation that may train.
         unfit: The others, with what is wrong with each.
         figures: What was measured of the fit ones, as training's own preflight keeps it.
     """
@@ -51,7 +51,7 @@ class Preflight:
         return [{name: part[name]} if part else {} for part in parts]
 
 
-def look_at_nodes(paths: Paths, nodes: Nodes) -> Preflight:
+def look_at_nodes(paths: Paths, nodes: Allocation) -> Preflight:
     """Look at all nodes of a job, and write down what was found.
 
     Args:
@@ -74,7 +74,7 @@ def look_at_nodes(paths: Paths, nodes: Nodes) -> Preflight:
     return preflight
 
 
-def _look(paths: Paths, nodes: Nodes, names: list[str]) -> tuple[Unfit, dict[str, Any]]:
+def _look(paths: Paths, nodes: Allocation, names: list[str]) -> tuple[Unfit, dict[str, Any]]:
     """Return which of the nodes are unfit, and what was measured."""
     folder = store.make_next_folder(paths.preflight.with_suffix(""))
     # Of its own: a run that has begun keeps what it was begun with.

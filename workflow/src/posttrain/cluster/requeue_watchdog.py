@@ -11,8 +11,8 @@ import logging
 import time
 
 from posttrain import cli
-from posttrain.cluster.slurm import END_QUERY_SECONDS
 from posttrain.cluster.slurm_query import ask
+from posttrain.cluster.slurm_scheduler import END_QUERY_SECONDS
 
 log = logging.getLogger(__name__)
 

@@ -6,13 +6,13 @@ import os
 from pathlib import Path
 
 from posttrain.cluster.jobset import NODE_RANK, NUM_NODES
-from posttrain.cluster.nodes import Nodes, ThisMachine
+from posttrain.cluster.nodes import Allocation, ThisMachine
 from posttrain.cluster.pods import Pods
 from posttrain.cluster.slurm import SlurmAllocation
 from posttrain.config.schema import Config
 
 
-def find_nodes(config: Config, run_folder: Path) -> Nodes:
+def find_nodes(config: Config, run_folder: Path) -> Allocation:
     """Return the nodes that this process may train on.
 
     Args:

@@ -10,12 +10,9 @@ import contextlib
 import itertools
 import logging
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 
 import psutil
@@ -30,15 +27,14 @@ from posttrain.cluster.nodes import (
     start_here,
 )
 from posttrain.cluster.processes import end_processes, start_child
-from posttrain.cluster.slurm_query import JOB_PREFIX, QUERY_SECONDS, ask, job_is_alive, job_number
+from posttrain.cluster.slurm_query import ask
+from posttrain.cluster.slurm_scheduler import SlurmScheduler
 from posttrain.cluster.spare_jobs import SpareJobs
 from posttrain.config.derived import nodes_with_spares
 from posttrain.config.schema import Config
 
 log = logging.getLogger(__name__)
 
-# Each running job asks the controller this often; who is asked to save is asked so much sooner.
-END_QUERY_SECONDS = 20.0
 # srun starts a command in a second where the node answers; training stands still meanwhile.
 PROBE_SECONDS = 15.0
 # Enough that one of them is not lost together with the first node.
@@ -65,8 +61,7 @@ class SlurmAllocation:
         # Nodes that came later -> the jobs that hold them.
         self._new: dict[str, str] = {}
         self._watchdogs: StartedHere | None = None
-        self._next_query = 0.0
-        self.job = f"{JOB_PREFIX}{job_id}"
+        self.scheduler = SlurmScheduler(job_id, config.site.slurm.requeue, self._spare_jobs)
         self.first_port = FIRST_PORT + int(job_id) % PORT_BLOCKS * PORTS_PER_BLOCK
         self.address = interface_address(config.site.network_interface) if len(names) > 1 else LOOPBACK
 
@@ -137,54 +132,6 @@ class SlurmAllocation:
         """Do not choose these nodes again, although they answer."""
         self._lost.update(names)
         self._spare_jobs.replace(self._lost)
-
-    def job_is_alive(self, job: str) -> bool | None:
-        """Return whether SLURM runs a job or will; None where it cannot be told."""
-        return job_is_alive(job)
-
-    def end_is_near(self, seconds: float) -> bool:
-        """Return whether the job ends within so many seconds.
-
-        SLURM is asked now and then, because an administrator may move the end.
-        """
-        if time.monotonic() < self._next_query:
-            return False
-        self._next_query = time.monotonic() + END_QUERY_SECONDS
-        try:
-            end = ask("squeue", "--noheader", "--jobs", self._job_id, "--format", "%e")
-        except RuntimeError as error:
-            log.warning("SLURM does not say when the job ends: %s", error)
-            return False
-        if end in ("", "N/A", "NONE", "Unknown"):
-            return False
-        return datetime.fromisoformat(end).timestamp() - time.time() < seconds + END_QUERY_SECONDS
-
-    def requeue(self, after: str = "") -> None:
-        """Have the job started again later, under the same id.
-
-        Args:
-            after: Another job of ours that has to end first.
-
-        Raises:
-            RuntimeError: The site does not allow it.
-        """
-        if not self._config.site.slurm.requeue:
-            raise RuntimeError("site.slurm.requeue is false: give the same command again, it goes on where this ended")
-        log.warning("job %s goes back into the queue%s", self._job_id, f", behind {after}" if after else "")
-        if after:  # which SLURM takes only of a job in the queue, where it also ends this process
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        else:  # the other job has taken the run, and has spare nodes of its own
-            self.give_back()
-        ask("scontrol", "requeue", self._job_id)
-        if after:
-            ask("scontrol", "update", f"JobId={self._job_id}", f"Dependency=afterany:{job_number(after)}")
-            sys.exit(1)
-        while True:  # SLURM ends this process with the job
-            time.sleep(QUERY_SECONDS)
-
-    def give_back(self) -> None:
-        """Cancel the jobs of nodes that came later, those of the run's earlier jobs too."""
-        self._spare_jobs.cancel_all()
 
     def _job_of(self, name: str) -> str:
         return self._new.get(name, self._job_id)

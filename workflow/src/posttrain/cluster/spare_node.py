@@ -9,8 +9,8 @@ from __future__ import annotations
 import time
 
 from posttrain import cli
-from posttrain.cluster.slurm import END_QUERY_SECONDS
 from posttrain.cluster.slurm_query import job_state
+from posttrain.cluster.slurm_scheduler import END_QUERY_SECONDS
 
 # In which a job has its nodes; one that was put back into the queue has none.
 STATES_WITH_NODES = ("RUNNING", "RESIZING", "SIGNALING", "STOPPED", "SUSPENDED")

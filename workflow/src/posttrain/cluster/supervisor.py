@@ -23,7 +23,7 @@ from posttrain.cluster.inspection import UnfitNodesError, describe_unfit
 from posttrain.cluster.job import TrainingJob
 from posttrain.cluster.jobset import NUM_NODES
 from posttrain.cluster.node_group import AttemptFailedError
-from posttrain.cluster.nodes import Nodes, NodesLostError
+from posttrain.cluster.nodes import Allocation, NodesLostError
 from posttrain.config.load import load_resolved
 from posttrain.config.schema import Config
 from posttrain.errors import CheckpointError
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 LEASE_WAIT_SECONDS = HEARTBEAT_DEAD_SECONDS + HEARTBEAT_SECONDS
 
 
-def supervise(job: TrainingJob, config: Config, nodes: Nodes) -> None:
+def supervise(job: TrainingJob, config: Config, nodes: Allocation) -> None:
     """Run the job to its end under the lease of its run folder.
 
     Raises:
@@ -52,20 +52,21 @@ def supervise(job: TrainingJob, config: Config, nodes: Nodes) -> None:
     """
     # A pod comes when those before it are gone, which may not have had the time to release the lease.
     wait_seconds = LEASE_WAIT_SECONDS if NUM_NODES in os.environ else 0.0
-    folder = job.run_folder / "lease"
+    folder, scheduler = job.run_folder / "lease", nodes.scheduler
     try:
-        with Lease(job.run_folder, folder, nodes.job, nodes.job_is_alive, wait_seconds) as lease:
-            nodes.give_back()  # what a head has left that was killed
+        with Lease(job.run_folder, folder, scheduler.job, scheduler.job_is_alive, wait_seconds) as lease:
+            scheduler.give_back()  # what a head has left that was killed
             try:
                 _Supervision(job, config, nodes, lease).run()
             finally:
-                nodes.give_back()
+                scheduler.give_back()
     except LeaseHeldError:
         # Two drivers have submitted before either job ran. What is left to do after the other job, this one does.
-        holder = living_holder(folder, nodes.job_is_alive)
-        if config.site.slurm.requeue and holder and holder.job != nodes.job and nodes.job_is_alive(holder.job):
+        holder = living_holder(folder, scheduler.job_is_alive)
+        is_another = holder and holder.job != scheduler.job and scheduler.job_is_alive(holder.job)
+        if holder and is_another and config.site.slurm.requeue:
             log.warning("%s is being trained by %s", job.run_folder.parent, holder)
-            nodes.requeue(after=holder.job)
+            scheduler.requeue(after=holder.job)
         raise
 
 
@@ -83,7 +84,7 @@ class _Supervision:
         lease: Held by this process.
     """
 
-    def __init__(self, job: TrainingJob, config: Config, nodes: Nodes, lease: Lease):
+    def __init__(self, job: TrainingJob, config: Config, nodes: Allocation, lease: Lease):
         self._job, self._config, self._nodes, self._lease = _with_own_config(job, config), config, nodes, lease
         self._idle = 0
         self._fit: set[str] = set()
@@ -103,7 +104,7 @@ class _Supervision:
                 self._nodes.leave_out(list(error.unfit))
                 self._unfit |= error.unfit
             except EndedEarlyError:
-                self._nodes.requeue()
+                self._nodes.scheduler.requeue()
                 raise
             except AttemptFailedError as failure:
                 self._count(failure, _progress(self._job.run_folder) != before)
@@ -117,7 +118,7 @@ class _Supervision:
                 found = describe_unfit(self._unfit, self._config)
                 raise RuntimeError(f"{error}; {found}, or launch.preflight=false") from None
             log.warning("%s", error)
-            self._nodes.requeue()
+            self._nodes.scheduler.requeue()
             raise
 
     def _count(self, failure: AttemptFailedError, has_progress: bool) -> None:
@@ -141,7 +142,7 @@ class _Supervision:
             "started_unix": time.time(),
             "nodes": list(names),
         }
-        row |= {"job": self._nodes.job} if self._nodes.job else {}
+        row |= {"job": self._nodes.scheduler.job} if self._nodes.scheduler.job else {}
         try:
             store.write_json(folder / BEGUN, row)
         except OSError as error:

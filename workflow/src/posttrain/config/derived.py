@@ -93,6 +93,12 @@ def warmup_steps(config: Config) -> int:
     )
 
 
+def min_lr(config: Config) -> float:
+    """Return the learning rate at which the schedule ends."""
+    optimizer = config.optimizer
+    return optimizer.lr if optimizer.lr_schedule == "constant" else optimizer.lr * optimizer.lr_floor
+
+
 def lr_decay_steps(config: Config) -> int:
     """Return the steps at the end over which the learning rate falls (wsd)."""
     return math.ceil(share_of(config.optimizer.lr_decay_share, config.training.num_steps))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from posttrain.config.derived import min_lr
 from posttrain.config.families import FAMILIES, family_of
 from posttrain.config.schema import Config
 from posttrain.plan.flags.environment import trainer_environment
@@ -103,7 +104,7 @@ def optimizer_flags(config: Config) -> list[Flag]:
     return [
         flag("optimizer", "adam", reason="the only one"),
         _key(config, "lr", "optimizer.lr"),
-        flag("min_lr", config.optimizer.lr, "optimizer.lr", reason="warm-up, then constant"),
+        flag("min_lr", min_lr(config), "optimizer.lr", "optimizer.lr_schedule", "optimizer.lr_floor"),
         _key(config, "weight_decay", "optimizer.weight_decay"),
         _key(config, "adam_beta1", "optimizer.beta1"),
         _key(config, "adam_beta2", "optimizer.beta2"),

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 
 from posttrain.config.families import num_indexers
 from posttrain.config.schema import Architecture, Hardware
+from posttrain.plan.sizing.flops import sequence_flops
 from posttrain.plan.sizing.model_size import model_weights
-from posttrain.plan.timing.flops import sequence_flops
 from posttrain.plan.timing.rates import COMPUTE_SHARE, LAYER_SECONDS, MEMORY_SHARE
 
 # A rollout is summed in so many stretches of its longest response; more change its time by less than a thousandth.

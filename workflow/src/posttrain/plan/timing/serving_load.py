@@ -32,8 +32,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from posttrain.config.schema import Architecture, Hardware
+from posttrain.plan.sizing.flops import sequence_flops
 from posttrain.plan.timing.decoding import DecodingGpus
-from posttrain.plan.timing.flops import sequence_flops
 
 PUBLISHED_FILE = Path(__file__).parent / "published_serving.csv"
 PUBLISHED_CONCURRENCIES = (1, 8, 16, 32, 64, 128, 256, 512, 1024)

@@ -36,9 +36,9 @@ from dataclasses import dataclass, replace
 from posttrain.config.families import num_indexers
 from posttrain.config.schema import Architecture, Hardware
 from posttrain.plan.sizing.assumptions import ASSUMPTIONS
+from posttrain.plan.sizing.flops import head_widths, sequence_flops
 from posttrain.plan.sizing.model_size import decoder_weights
 from posttrain.plan.timing import attainable
-from posttrain.plan.timing.flops import head_widths, sequence_flops
 
 # Bytes of a weight in BF16, of a gradient in FP32.
 P, GRADIENT = 2, 4

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from posttrain.config.derived import lr_decay_steps, warmup_steps
+from posttrain.config.derived import lr_decay_steps, min_lr, warmup_steps
 from posttrain.config.schema import Config
 
 # Our names of Megatron's styles.
@@ -28,7 +28,7 @@ def learning_rate(config: Config, step: int) -> float:
         SimpleNamespace(param_groups=[]),
         init_lr=0.0,
         max_lr=optimizer.lr,
-        min_lr=optimizer.lr * optimizer.lr_floor,
+        min_lr=min_lr(config),
         lr_warmup_steps=warm_up,
         lr_decay_steps=max(config.training.num_steps, warm_up + 1),
         lr_decay_style=STYLES[optimizer.lr_schedule],

@@ -9,8 +9,7 @@ import base64
 from array import array
 from typing import Any
 
-from posttrain.rl.rollout.coordinator import RolloutResult
-from posttrain.types import Prompt, Routes, Sample, SampleGroup
+from posttrain.types import Prompt, RolloutResult, Routes, Sample, SampleGroup
 
 # Rows of a sample -> C type of their numbers.
 ROWS = {"prompt_tokens": "q", "response_tokens": "q", "rollout_logprobs": "d"}

@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from posttrain.config.derived import token_budget
@@ -22,24 +21,11 @@ from posttrain.rl.reward.graders import GraderPool
 from posttrain.rl.reward.scoring import Scored, Scorer, check_failures
 from posttrain.rl.rollout.response_text import answer_of
 from posttrain.rl.rollout.rollout_store import RolloutStore
-from posttrain.types import Prompt, Routes, Sample, SampleGroup
+from posttrain.types import Prompt, RolloutResult, Routes, Sample, SampleGroup
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class RolloutResult:
-    """The groups of one step.
-
-    Args:
-        groups: In prompt order.
-        num_replayed: Groups that an earlier attempt had finished.
-    """
-
-    groups: list[SampleGroup]
-    num_replayed: int
 
 
 class RolloutCoordinator:

@@ -19,8 +19,8 @@ from posttrain.report.rank_progress import (
 from posttrain.rl.engines.calls import EngineError
 from posttrain.rl.engines.client import EngineClient
 from posttrain.rl.rollout.broadcast import as_plain, from_plain
-from posttrain.rl.rollout.coordinator import RolloutResult
 from posttrain.rl.rollout.rollout_store import RolloutStore
+from posttrain.types import RolloutResult
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import torch
 
 from posttrain.config.derived import data_parallel_size, micro_batch_multiple, token_budget
 from posttrain.config.schema import Config
-from posttrain.plan.timing.flops import sequence_flops
+from posttrain.plan.sizing.flops import sequence_flops
 from posttrain.rl.algorithm.objective import Needs, Objective, TokenBatch
 from posttrain.rl.batching.packed_batch import PackedBatch, build_packed_batch
 from posttrain.rl.batching.packing import pack

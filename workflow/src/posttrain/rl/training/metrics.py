@@ -12,9 +12,8 @@ from posttrain.rl.algorithm.advantage.grpo import RESOLUTION
 from posttrain.rl.algorithm.mismatch import Mismatch
 from posttrain.rl.algorithm.statistics import MEAN, STATISTICS
 from posttrain.rl.megatron_backend.train_step import NO_SIGNAL, UpdateStatistics
-from posttrain.rl.rollout.coordinator import RolloutResult
 from posttrain.rl.training.phases import PhaseClock
-from posttrain.types import SampleGroup
+from posttrain.types import RolloutResult, SampleGroup
 
 log = logging.getLogger(__name__)
 

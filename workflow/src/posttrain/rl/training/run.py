@@ -27,7 +27,6 @@ from posttrain.rl.megatron_backend.learning_rate import learning_rate
 from posttrain.rl.megatron_backend.model import Policy
 from posttrain.rl.megatron_backend.plain_data import gather_plain, share_plain
 from posttrain.rl.megatron_backend.ranks import data_parallel_rank, seed_random_state, sum_over_data_parallel
-from posttrain.rl.rollout.coordinator import RolloutResult
 from posttrain.rl.rollout.source import RolloutSource
 from posttrain.rl.training import graceful_shutdown
 from posttrain.rl.training.batch import Update, make_updates
@@ -41,7 +40,7 @@ from posttrain.rl.training.slow_ranks import SlowRanks, probe_seconds
 from posttrain.rl.training.step_evaluation import StepEvaluation
 from posttrain.rl.training.utilisation import model_flops_utilisation, traced
 from posttrain.rl.weight_sync.publish import WeightPublisher
-from posttrain.types import SampleGroup
+from posttrain.types import RolloutResult, SampleGroup
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from posttrain.config.derived import world_size
 from posttrain.config.schema import Config
-from posttrain.plan.timing.flops import sequence_flops
+from posttrain.plan.sizing.flops import sequence_flops
 
 
 def model_flops_utilisation(config: Config, lengths: Iterable[int], seconds: float) -> float:

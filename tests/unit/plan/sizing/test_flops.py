@@ -5,7 +5,7 @@ import torch
 from tests.support.tiny_checkpoint import TINY, TINY_DEEPSEEK, make_random_checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from posttrain.plan.timing.flops import sequence_flops
+from posttrain.plan.sizing.flops import sequence_flops
 from posttrain.rl.engines.embedded.model import load_model
 
 NUM_TOKENS = 24
