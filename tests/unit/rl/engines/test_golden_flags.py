@@ -45,7 +45,7 @@ def test_every_switch_shows():
 
 
 def test_every_flag_of_sglang_on_gpus_is_in_the_table_of_the_docs():
-    docs = (Path(__file__).parents[4] / "docs" / "flags.md").read_text()
+    docs = (Path(__file__).parents[4] / "docs" / "coming-from.md").read_text()
     named = set(re.findall(r"--[a-z0-9-]+|SGLANG_[A-Z_]+", docs))
     configs = [resolved.config for resolved in flag_cases().values() if resolved.config.hardware.device == "cuda"]
     used = {item.name for config in configs for role in roles(config) for item in sglang_flags(config, role)}
