@@ -162,12 +162,12 @@ TARGETS: dict[str, tuple[str, ...]] = {
             "capacity": ("hardware",),
             "engine": ("engine", "hardware"),
             "evaluation": ("evaluation",),
-            "made_model": ("made_model",),
+            "tiny_model": ("tiny_model",),
             "memory": ("memory", "memory_phases"),
             "memory_phases": ("memory_phases",),
             "routes": ("routes",),
             "storage": ("storage",),
-            "unseen": ("unseen",),
+            "untracked_memory": ("untracked_memory",),
             "node_copy": ("node_copy",),
         }.items()
     },
@@ -187,8 +187,8 @@ TARGETS: dict[str, tuple[str, ...]] = {
         f"posttrain_import/{part}": tuple(f"tests/posttrain_import/test_{name}.py" for name in names)
         for part, names in {
             "conversions": ("conversions",),
-            **dict.fromkeys(("model_names", "written"), ("written",)),
-            **dict.fromkeys(("planned", "row"), ("row",)),
+            **dict.fromkeys(("model_names", "config_file"), ("config_file",)),
+            **dict.fromkeys(("planned_flags", "row"), ("row",)),
             "expression": ("expression",),
             "launcher": ("launcher",),
             "page": ("table",),
