@@ -196,9 +196,10 @@ TARGETS: dict[str, tuple[str, ...]] = {
             **dict.fromkeys(("engine_rows", "run_rows", "trainer_rows"), ("table", "importing")),
             "importing": ("importing",),
             **dict.fromkeys(
-                [f"shell{part}" for part in ("", "_calls", "_conditions", "_flow", "_state", "_words")],
+                [f"shell{part}" for part in ("", "_calls", "_conditions", "_flow", "_words")],
                 ("shell",),
             ),
+            "shell_state": ("shell_state", "shell"),
         }.items()
     },
     # What stays on disk.

@@ -123,9 +123,9 @@ class State:
         for one in rest:
             names = one.variables.keys() | first.variables.keys()
             first.variables = {name: _joined(first.get(name), one.get(name), why) for name in names}
-            functions = one.functions | first.functions
-            same = {name for name, body in functions.items() if body is one.functions.get(name)}
-            first.functions = {name: body if name in same else None for name, body in functions.items()}
+            mine, theirs = first.functions, one.functions
+            same = {name for name in mine.keys() & theirs.keys() if mine[name] is theirs[name]}
+            first.functions = {name: mine[name] if name in same else None for name in mine | theirs}
             first.fixed, first.options = first.fixed | one.fixed, first.options & one.options
             first.constants, first.lost = first.constants | one.constants, first.lost or one.lost
         self.__dict__.update(first.__dict__)
