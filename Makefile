@@ -19,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Tests run side by side, file by file; one file always has one worker.
 WORKERS ?= 2
 
-.PHONY: help demo test test-faults test-gpu docs env env-reasoning-gym env-sglang env-vllm env-rehearsal env-bridge env-lm-eval env-python312 env-mooncake env-network env-slurm env-strace env-chromium lint clean
+.PHONY: help demo check test test-faults test-gpu docs env env-reasoning-gym env-sglang env-vllm env-rehearsal env-bridge env-lm-eval env-python312 env-mooncake env-network env-slurm env-strace env-chromium lint clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -112,6 +112,9 @@ endif
 test: env env-reasoning-gym lint  ## everything that proves a change; REQUIRE=sglang installs SGLang and turns its skips into failures
 	CUDA_VISIBLE_DEVICES= pytest tests -m 'not faults' --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder \
 		--durations 40 --durations-min 10
+
+check: lint  ## what a change needs first, in less than 90 s: lint, types, and tests that import no torch
+	pytest tests/unit/config tests/test_import_order.py tests/test_docs.py -m 'not faults' --numprocesses $(WORKERS) --dist loadfile
 
 docs: $(VENV)/.docs  ## the site of all pages in build/site; a broken link or anchor fails
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict
