@@ -196,7 +196,7 @@ def test_an_architecture_that_cannot_be_made_is_refused(tmp_path):
 
 
 def test_a_task_needs_room_for_its_tokens_and_batches_of_one_length(tmp_path, monkeypatch):
-    monkeypatch.setattr(tiny_warm_up, "NUM_STEPS", 2)
+    monkeypatch.setattr(tiny_warm_up, "NUM_TASK_STEPS", 2)
     monkeypatch.setattr(tiny_model, "PASS_RATE_LIMITS", (0.0, 1.0))
     rows = [
         {"prompt": [{"role": "user", "content": f"Add these numbers: {a} and {b}."}], "label": str(a + b)}
