@@ -1,11 +1,10 @@
 import json
-import subprocess
-import sys
 import time
 
 import pytest
-from tests.support.evaluation_inputs import ROOT, make_inputs
+from tests.support.evaluation_inputs import make_inputs
 from tests.support.fault_record import FaultRecord
+from tests.support.forked_programs import run_step
 from tests.support.killing import run_killed
 
 from posttrain.rl.data.sort_digits import generate_prompts
@@ -27,9 +26,7 @@ def words_of(folder, overrides):
 
 def approve(folder, overrides):
     arguments, output = words_of(folder, overrides)
-    words = [sys.executable, ROOT / "scripts" / "approve_data.py", *arguments]
-    ended = subprocess.run(list(map(str, words)), capture_output=True, text=True, timeout=120)
-    return ended, output
+    return run_step("approve_data", arguments), output
 
 
 def test_what_is_approved_is_written_with_a_receipt(tmp_path):

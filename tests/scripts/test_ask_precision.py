@@ -16,17 +16,6 @@ from posttrain.store import read_receipt, receipt_of, require_files
 from posttrain_serving.precision.precisions import NUM_LIKELIEST, read_said
 
 
-@pytest.fixture(scope="module")
-def asked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[object]]:
-    folder = tmp_path_factory.mktemp("asked")
-    words = make_checkpoints(folder)
-    for precision, name in (("original", "hf"), ("nvfp4", "nvfp4")):
-        ended = ask(folder, words, precision, folder / name)
-        assert ended.returncode == 0, ended.stderr
-        assert f"{precision}: " in ended.stdout
-    return folder, words
-
-
 def test_all_are_asked_of_what_the_original_said(asked: tuple[Path, list[object]]) -> None:
     """At most six tokens each of five samples."""
     folder, _ = asked

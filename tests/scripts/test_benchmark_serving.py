@@ -1,8 +1,7 @@
 import json
-import subprocess
-import sys
 
-from tests.support.evaluation_inputs import ROOT, make_inputs
+from tests.support.evaluation_inputs import make_inputs
+from tests.support.forked_programs import run_step
 
 ASKED = (
     "evaluation.serving.concurrency=[1,4] evaluation.serving.output_tokens=5 evaluation.serving.requests_per_client=2"
@@ -13,8 +12,7 @@ def test_the_table_has_a_row_per_concurrency(tmp_path):
     output = tmp_path / "serving.json"
     asked = f"engine.num_threads=1 evaluation.serving.prompts=heldout evaluation.serving.beside=[published] {ASKED}"
     arguments = [*make_inputs(tmp_path, asked), "--output", output]
-    script = ROOT / "scripts" / "benchmark_serving.py"
-    ended = subprocess.run([sys.executable, script, *map(str, arguments)], capture_output=True, text=True, timeout=120)
+    ended = run_step("benchmark_serving", arguments)
     assert ended.returncode == 0, ended.stderr
     levels = json.loads(output.read_text())["rows"]
     assert [(level["concurrency"], level["num_requests"]) for level in levels] == [(1, 8), (4, 8)]

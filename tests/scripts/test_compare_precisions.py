@@ -6,7 +6,7 @@ from itertools import count
 import pytest
 from tests.support.fault_record import FaultRecord
 from tests.support.killing import LAYER_BY_LAYER, run_killed
-from tests.support.precisions import ask, make_checkpoints, run_script, said_by
+from tests.support.precisions import run_script, said_by
 
 from posttrain.store import Receipt, receipt_of, record_files, write_receipt
 from posttrain_serving.precision.divergence import CheckpointLogprobs, Sample, divergence
@@ -27,12 +27,9 @@ def compare(folder, words, checkpoints):
 
 
 @pytest.fixture(scope="module")
-def compared(tmp_path_factory):
+def compared(asked):
     """What the step writes and prints of a random checkpoint in NVFP4, which the embedded engine reads as numbers."""
-    folder = tmp_path_factory.mktemp("compared")
-    words = make_checkpoints(folder)
-    for precision, name in (("original", "hf"), ("nvfp4", "nvfp4")):
-        assert ask(folder, words, precision, folder / name).returncode == 0
+    folder, words = asked
     ended = compare(folder, words, [folder / "hf", folder / "nvfp4"])
     assert ended.returncode == 0, ended.stderr
     return folder, words, json.loads((folder / "precisions.json").read_text()), ended.stdout

@@ -1,9 +1,7 @@
-import subprocess
-import sys
-
 import pytest
 from tests.support.checkpoint_store import make_store, make_torch_dist, run_here
-from tests.support.killing import SCRIPTS, run_killed
+from tests.support.forked_programs import run_step
+from tests.support.killing import run_killed
 
 from posttrain.errors import CheckpointError
 from posttrain.store import part_receipt_of, partial_of, read_receipt, receipt_of, require_files
@@ -32,13 +30,12 @@ def test_a_part_survives_kills_and_ends_with_the_same_bytes(tmp_path):
 
 
 def test_a_truncated_shard_is_one_message(tmp_path):
-    """Run as the workflow runs it: an own process, its exit code, and what it says."""
+    """As the workflow sees it: an exit code, and what it says."""
     store = make_store(tmp_path)
     shard = store.source / "model-00002-of-00003.safetensors"
     size = shard.stat().st_size
     shard.write_bytes(shard.read_bytes()[:-100])
-    command = [sys.executable, SCRIPTS / "convert_hf_to_torch_dist.py", *store.part("torch_dist", 0)]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=60)
+    done = run_step("convert_hf_to_torch_dist", store.part("torch_dist", 0))
     assert done.returncode == 1
     assert f"{shard}: {size - 100} bytes, expected {size}" in done.stderr
     assert "Traceback" not in done.stderr

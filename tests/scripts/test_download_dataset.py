@@ -1,14 +1,13 @@
 import dataclasses
 import json
-import os
 import random
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.support.forked_programs import run_step
 from tests.support.hub_server import HubServer
-from tests.support.killing import SCRIPTS, run_killed
+from tests.support.killing import run_killed
 from tests.support.resolved_words import words_with
 
 from posttrain.config.schema import Data
@@ -36,8 +35,7 @@ def _arguments(data: Data, folder: Path) -> list[object]:
 
 
 def _run(arguments) -> subprocess.CompletedProcess:
-    command = [sys.executable, SCRIPTS / "download_dataset.py", *map(str, arguments)]
-    return subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=60)
+    return run_step("download_dataset", arguments)
 
 
 def test_the_tasks_own_dataset(tmp_path):

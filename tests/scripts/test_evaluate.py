@@ -1,13 +1,12 @@
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from tests.support.engines_of_others import SECRET, engines_of_others
-from tests.support.evaluation_inputs import NUM_PROMPTS, ROOT, make_inputs
+from tests.support.evaluation_inputs import NUM_PROMPTS, make_inputs
 from tests.support.folders_in_parts import make_folder
+from tests.support.forked_programs import run_step
 
 from posttrain.checkpoint.parts.converted_folder import RecodedFolder
 from posttrain.checkpoint.quantization.quantize import Quantization
@@ -16,7 +15,6 @@ from posttrain.rl.engines.secret import SECRET_VARIABLE
 from posttrain.store import Receipt, read_receipt, receipt_of, record_files, write_receipt
 from posttrain.store.resolved_file import read_resolved
 
-SCRIPT = ROOT / "scripts" / "evaluate.py"
 # 20 prompts x 3 samples in requests of 16 samples: batches that cut through the samples of a prompt.
 OVERRIDES = (
     "evaluation.num_samples_per_prompt=3 engine.groups_per_request=1 rollout.max_response_tokens=6 engine.num_threads=1"
@@ -26,14 +24,7 @@ OVERRIDES = (
 def run(arguments, folder, when, **environment):
     output = folder / "evaluation" / f"{when}.json"
     more = ["--dataset-receipt", receipt_of(folder / "dataset"), "--when", when, "--output", output]
-    ended = subprocess.run(
-        [sys.executable, SCRIPT, *map(str, [*arguments, *more])],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    return ended, output
+    return run_step("evaluate", [*arguments, *more], **environment), output
 
 
 @pytest.fixture(scope="module")

@@ -1,26 +1,22 @@
 import itertools
 import random
 import shutil
-import subprocess
-import sys
 import time
 
 import pytest
-from tests.support.begun_runs import CONFIG_DIR, begin_run, workflow_of
+from tests.support.begun_runs import begin_run, workflow_of
 from tests.support.fault_record import FaultRecord
+from tests.support.forked_programs import run_step
 from tests.support.killing import run_killed
 from tests.support.resolved_words import resolved_words
 
 from posttrain.store import read_receipt
 
-REPOSITORY = CONFIG_DIR.parent
-
 
 def fork_checkpoint(results, **more):
     receipt = results / "new" / "fork.receipt.json"
     words = resolved_words(workflow_of(results, run="new", **more), results.parent / "configs")
-    command = [sys.executable, REPOSITORY / "scripts/fork_checkpoint.py", *words, "--receipt", receipt]
-    return subprocess.run(command, capture_output=True, text=True, check=False), receipt
+    return run_step("fork_checkpoint", [*words, "--receipt", receipt]), receipt
 
 
 def test_its_receipt_is_written_last_and_tells_the_parent(tmp_path):

@@ -7,8 +7,6 @@ import functools
 import json
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +17,7 @@ import pytest
 import torch
 import yaml
 from tests.support.evaluation_inputs import make_inputs
+from tests.support.forked_programs import run_step
 from tests.support.requirements import require
 from tests.support.workflow_runs import ROOT, WorkflowFolder
 
@@ -37,7 +36,6 @@ from posttrain.rl.evaluation.lm_eval import evaluate_with_lm_eval
 from posttrain.store import Paths, read_json, read_receipt, receipt_of
 from posttrain.types import Prompt
 
-SCRIPT = ROOT / "scripts" / "lm_eval.py"
 # What a tiny model can read of the real questions: one token a character, 256 positions.
 LONGEST_QUESTION = 180
 # Sorts nearly all numbers of four digits that it has never seen, and few of three or five.
@@ -365,8 +363,7 @@ def test_an_engine_that_serves_something_else_is_asked_nothing(served: Served, t
 def test_what_is_missing_is_told_before_an_engine_starts(tmp_path: Path) -> None:
     arguments = make_inputs(tmp_path, "evaluation.lm_eval.python=/no/python")
     output = tmp_path / "evaluation" / "lm_eval_after.json"
-    words = [sys.executable, SCRIPT, *arguments[: arguments.index("--dataset")], "--output", output]
-    ended = subprocess.run(list(map(str, words)), capture_output=True, text=True, timeout=120, check=False)
+    ended = run_step("lm_eval", [*arguments[: arguments.index("--dataset")], "--output", output])
     assert ended.returncode == 1
     assert "Traceback" not in ended.stderr
     for said in ("evaluation.lm_eval.tasks = []", "evaluation.lm_eval.python = '/no/python'", "make env-lm-eval"):

@@ -1,14 +1,14 @@
 import dataclasses
 import random
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from tests.support.checkpoint_store import assert_same_folder, run_here
 from tests.support.fault_record import FaultRecord
-from tests.support.killing import SCRIPTS, run_killed
+from tests.support.forked_programs import run_step
+from tests.support.killing import run_killed
 from tests.support.resolved_words import words_with
 from tests.support.small_checkpoint import ARCHITECTURE, make_small_checkpoint
 from tests.support.tiny_checkpoint import (
@@ -47,8 +47,7 @@ def _arguments(source: Path, target: str, destination: Path, **dimensions: int) 
 
 
 def _run(arguments) -> subprocess.CompletedProcess:
-    command = [sys.executable, SCRIPTS / "patch_hf_config.py", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return run_step("patch_hf_config", arguments)
 
 
 @pytest.mark.parametrize("target", ["native", "deepseek_v32"])

@@ -1,16 +1,12 @@
 import dataclasses
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from tests.support.forked_programs import run_step
 from tests.support.synthetic_run import make_run
 
 from posttrain.checkpoint.verification import verify
 from posttrain.store import read_receipt, receipt_of, record_files, write_receipt
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -19,9 +15,7 @@ def made(tmp_path):
 
 
 def render(inputs, folder):
-    command = [
-        sys.executable,
-        REPOSITORY / "scripts/render_report.py",
+    words = [
         "--config",
         inputs.config,
         "--run-folder",
@@ -39,7 +33,7 @@ def render(inputs, folder):
         "--report",
         folder / "report.html",
     ]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return run_step("render_report", words)
 
 
 def test_summary_and_report_are_written_and_shown(made):

@@ -1,8 +1,7 @@
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.support.forked_programs import run_step
 from tests.support.resolved_words import resolved_words
 
 from posttrain.config.load import load_resolved
@@ -14,9 +13,7 @@ CONFIG_DIR = REPOSITORY / "config"
 
 
 def resolve_config(folder, **workflow):
-    command = [
-        sys.executable,
-        REPOSITORY / "scripts/resolve_config.py",
+    words = [
         *resolved_words(workflow, folder),
         "--experiment",
         folder / "experiment.yaml",
@@ -24,7 +21,7 @@ def resolve_config(folder, **workflow):
         folder / "config.resolved.yaml",
     ]
     # The run becomes a user of the store `resources` there.
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    return run_step("resolve_config", words, folder)
 
 
 def test_both_files_hold_the_configuration(tmp_path):

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.support.forked_programs import run_step
 from tests.support.killing import SCRIPTS, run_killed
 from tests.support.resolved_words import resolved_words
 
@@ -40,6 +41,7 @@ def _arguments(store: Path, node: Path) -> list[object]:
 
 
 def _run(arguments, **options) -> subprocess.CompletedProcess:
+    """Run the script in a process of its own, which may have limits of its own."""
     command = [sys.executable, SCRIPTS / "stage_to_node_local.py", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
 
@@ -59,7 +61,7 @@ def test_staging_survives_kills_and_ends_with_the_right_bytes(store, tmp_path):
 
 def test_a_source_without_its_file_is_one_message(store, tmp_path):
     (store / "torch_dist-1" / "3.bin").unlink()
-    done = _run(_arguments(store, tmp_path / "node0"))
+    done = run_step("stage_to_node_local", _arguments(store, tmp_path / "node0"))
     assert done.returncode == 1
     assert "3.bin: missing, expected 5003 bytes" in done.stderr
     assert "Traceback" not in done.stderr

@@ -71,7 +71,7 @@ OTHER_BRANCHES: dict[str, dict[str, object]] = {
 def dry_run(folder: Path, config: dict[str, object], *options: str) -> tuple[int, str]:
     """Run a plain `snakemake -n` in a folder and return exit code and output."""
     pairs = [f"{key}={value}" for key, value in config.items()]
-    return forked_snakemake()(folder, "-n", *options, *(["--config", *pairs] if pairs else []))
+    return forked_snakemake(folder, "-n", *options, *(["--config", *pairs] if pairs else []))
 
 
 def job_table(output: str) -> str:

@@ -106,6 +106,14 @@ def run_posttrain(
     return run_program("posttrain", *words, folder=folder, environment=environment)
 
 
+def run_step(
+    name: str, words: Sequence[object], folder: Path | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the script of a step, with some variables beside those of the environment."""
+    program = Path(__file__).parents[2] / "scripts" / f"{name}.py"
+    return run_program(program, *words, folder=folder, environment={**os.environ, **environment})
+
+
 @functools.cache
 def _context() -> ForkServerContext:
     context, before = multiprocessing.get_context("forkserver"), dict(os.environ)

@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tests.support.forked_programs import run_program
 from tests.support.power_cut import Disk
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -83,22 +84,22 @@ def run_killed(
         "imports": list(imports),
         "kept": kept and str(kept),
     }
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.killing", json.dumps(order)],
-        cwd=SCRIPTS.parent,
-        env=os.environ | (env or {}),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+    if env:  # libraries read it when they are imported
+        command = [sys.executable, "-m", "tests.support.killing", json.dumps(order)]
+        done = subprocess.run(
+            command, cwd=SCRIPTS.parent, env=os.environ | env, capture_output=True, text=True, timeout=timeout
+        )
+    else:
+        done = run_program("tests.support.killing", json.dumps(order), timeout=timeout)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _main() -> None:
+def main() -> None:
+    """Do what the command line orders."""
     order = PLAIN | json.loads(sys.argv[1])
     program = runpy.run_path(order["script"], run_name="imported")
-    main, check = program["main"], program.get("check", lambda root: None)
+    script, check = program["main"], program.get("check", lambda root: None)
     from posttrain.cli import run
 
     for module in order["imports"]:
@@ -115,9 +116,9 @@ def _main() -> None:
             _forget(order["again"])
         started = time.monotonic()
         if isinstance(point, float):
-            endings.append(run_child_for(lambda: run(main), point * longest))
+            endings.append(run_child_for(lambda: run(script), point * longest))
         else:
-            endings.append(run_child(lambda: run(main), order["root"], point))
+            endings.append(run_child(lambda: run(script), order["root"], point))
         longest = max(longest, time.monotonic() - started)
         if disk:
             disk.cut()
@@ -205,4 +206,4 @@ def _changes(event: str, arguments: tuple) -> bool:
 
 
 if __name__ == "__main__":
-    _main()
+    main()

@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.support.forked_snakemake import ROOT, forked_snakemake
+
 from posttrain.config.request import RESERVED_NAMES
 from posttrain.plan.resolve import resolve
 from posttrain.store import Paths
 
-ROOT = Path(__file__).parents[2]
 # Small enough for seconds, large enough for every branch: two updates per rollout, a checkpoint in the middle.
 FAST = {
     "training.num_steps": 4,
@@ -35,9 +36,11 @@ def run_snakemake(
 ) -> subprocess.CompletedProcess[str]:
     """Run snakemake in a folder and return how it ended; what it prints, errors included, is `stdout`."""
     command = [sys.executable, *python_options, "-m", "snakemake", "--snakefile", str(snakefile), *words]
-    return subprocess.run(
-        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600, check=False
-    )
+    if python_options:
+        return subprocess.run(
+            command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600, check=False
+        )
+    return subprocess.CompletedProcess(command, *forked_snakemake(folder, *command[3:]))
 
 
 @dataclass
@@ -105,6 +108,10 @@ class WorkflowFolder:
 
     def attempt(self, *targets: str, timeout: float = 600, **arguments) -> tuple[int, str]:
         """Run to the end and return exit code and output."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        program, words = (command := self.command(*targets, **arguments))[:3], command[3:]
+        if program == [sys.executable, "-m", "snakemake"]:  # and not as another user
+            return forked_snakemake(self.folder, *words, environment=self.env, timeout=timeout)
         process = self.start(*targets, **arguments)
         try:
             output, _ = process.communicate(timeout=timeout)

@@ -45,13 +45,13 @@ def mine(tmp_path: Path):
     (tmp_path / "mine.yaml").write_text("posttrain: {model: tiny, site: local}\n")
 
     def run(*words: str) -> tuple[int, str]:
-        return forked_snakemake()(tmp_path, *words, "--snakefile", str(tmp_path / "Snakefile"), "--cores", "2")
+        return forked_snakemake(tmp_path, *words, "--snakefile", str(tmp_path / "Snakefile"), "--cores", "2")
 
     return run
 
 
 def test_every_rule_is_listed_with_a_line_of_its_own(tmp_path: Path) -> None:
-    code, output = forked_snakemake()(tmp_path, "--list", "--config", "set=download.torch_dist_folder=somewhere")
+    code, output = forked_snakemake(tmp_path, "--list", "--config", "set=download.torch_dist_folder=somewhere")
     assert code == 0
     listed = dict(re.findall(r"^(\w+) \((.{10,})\)$", output, re.MULTILINE))
     assert listed.keys() == RULES.keys()
@@ -61,7 +61,7 @@ def test_every_rule_is_listed_with_a_line_of_its_own(tmp_path: Path) -> None:
 def test_a_workflow_that_imports_it_plans_the_same_jobs(mine, tmp_path: Path) -> None:
     code, output = mine("-n")
     assert code == 0, output
-    code, ours = forked_snakemake()(tmp_path, "-n")
+    code, ours = forked_snakemake(tmp_path, "-n")
     assert code == 0
     assert jobs_of(output) == {f"posttrain_{rule}" for rule in jobs_of(ours)} | {"mine"}
 
@@ -112,7 +112,7 @@ def test_a_second_configuration_in_one_workflow_is_refused(mine, tmp_path: Path)
 def test_snakemakes_own_report_shows_what_a_run_has_brought(undisturbed_alone: WorkflowFolder, tmp_path: Path) -> None:
     page = tmp_path / "snakemake.html"
     words = undisturbed_alone.command(options=["--report", str(page)])[5:]
-    code, output = forked_snakemake()(undisturbed_alone.folder, *words)
+    code, output = forked_snakemake(undisturbed_alone.folder, *words)
     assert code == 0, output
     added = re.findall(r"^Adding .*?([\w.]+) \(", output, re.MULTILINE)
     assert sorted(added) == ["after.json", "before.json", "report.html", "summary.json"]

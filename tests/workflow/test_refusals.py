@@ -23,7 +23,7 @@ CANNOT = {
 
 
 def dry_run(folder: Path, *words: str, **environment: str) -> str:
-    code, output = forked_snakemake()(folder, "-n", *words, environment=environment)
+    code, output = forked_snakemake(folder, "-n", *words, environment=environment)
     assert code == 0, output
     return output
 
@@ -79,7 +79,7 @@ def test_a_run_ends_before_anything_is_fetched(cores: str, tmp_path: Path) -> No
     with socket.create_server(("127.0.0.1", 0)) as hub:
         hub.settimeout(0.1)
         began = time.monotonic()
-        code, output = forked_snakemake()(
+        code, output = forked_snakemake(
             tmp_path, "--cores", cores, "--config", "model=deepseek_v3.2",
             environment={"HF_ENDPOINT": f"http://127.0.0.1:{hub.getsockname()[1]}"},
         )  # fmt: skip

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from tests.support.branches import jobs_of
+from tests.support.forked_snakemake import forked_snakemake
 from tests.support.workflow_runs import ROOT, WorkflowFolder
 
 pytestmark = pytest.mark.slow
@@ -106,11 +105,8 @@ def test_a_setting_runs_its_dependants_and_nothing_else(
 
 
 BUMP = """
-import sys
 from posttrain.store import FORMAT_VERSIONS
-FORMAT_VERSIONS[sys.argv.pop(1)] += 1
-from snakemake.cli import main
-main()
+FORMAT_VERSIONS[{step!r}] += 1
 """
 # A training that is there has its copies; one that is made again brings them up to date itself.
 CHECKPOINTS = PATCHED | CONVERTED | QUANTISED | TRAINED
@@ -137,12 +133,11 @@ def test_another_format_runs_its_dependants_and_nothing_else(
 ) -> None:
     """A later version of us that writes something else in one step, over results of the present one."""
     words = undisturbed.command(options=["-n"])[3:]
-    command = [sys.executable, "-c", BUMP, step, *words]
-    done = subprocess.run(
-        command, cwd=undisturbed.folder, env=undisturbed.env, capture_output=True, text=True, timeout=300, check=False
+    code, output = forked_snakemake(
+        undisturbed.folder, *words, environment=undisturbed.env, before=BUMP.format(step=step)
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert jobs_of(done.stdout + done.stderr) == expected
+    assert code == 0, output
+    assert jobs_of(output) == expected
 
 
 def test_changed_topology_keeps_the_results(undisturbed_alone: WorkflowFolder) -> None:
