@@ -13,9 +13,14 @@ from typing import Any
 import pytest
 from tests.support.gpus import distance, gpu
 
+CASES = [
+    pytest.param("cpu", "bf16", False),  # two processes that import Megatron
+    pytest.param("cpu", "bf16", True, marks=pytest.mark.faults("slow")),
+    *(gpu("cuda", dtype, replays) for dtype in ("fp32", "bf16") for replays in (False, True)),
+]
 
-@pytest.mark.parametrize("replays", [False, True], ids=["own_routes", "told_routes"])
-@pytest.mark.parametrize(("device", "dtype"), [("cpu", "bf16"), gpu("cuda", "fp32"), gpu("cuda", "bf16")])
+
+@pytest.mark.parametrize(("device", "dtype", "replays"), CASES)
 def test_an_update_is_that_of_a_cpu(
     updated: Callable[..., dict[str, Any]], device: str, dtype: str, replays: bool
 ) -> None:
