@@ -118,14 +118,16 @@ CLOSED = "closed|ConnectionResetError|ConnectionRefusedError|BrokenPipeError"
 # By their names in the docs.
 KNOWN = {
     # Asked while it loads or ends it says nothing.
-    "engine": Known(r"posttrain\.engines\.embedded|sglang_server\.py", "tcp", rf"HTTP/1\.1 401 .*|nothing|{CLOSED}"),
+    "engine": Known(
+        r"posttrain\.rl\.engines\.embedded|sglang_server\.py", "tcp", rf"HTTP/1\.1 401 .*|nothing|{CLOSED}"
+    ),
     "head of a job": Known(r"train\.py", "tcp", CLOSED),
     "gloo": Known(rf"{re.escape(RANK)}|sglang::scheduler", "tcp", f"nothing|{CLOSED}"),
     "meeting of ranks": Known(re.escape(RANK), "tcp", "nothing"),
     # Who prefills and who decodes meet over HTTP, and ZeroMQ greets whoever comes.
     "KV caches": Known(r"sglang_server\.py|sglang::scheduler", "tcp", r"HTTP/1\.1 (200|404) .*|\xff.*"),
-    "BitTorrent": Known(r"stage_to_node_local\.py|posttrain\.launch\.node", "tcp|udp", CLOSED),
-    "preflight": Known(r"posttrain\.preflight\.links|posttrain\.launch\.node", "tcp", f"nothing|{CLOSED}"),
+    "BitTorrent": Known(r"stage_to_node_local\.py|posttrain\.cluster\.node", "tcp|udp", CLOSED),
+    "preflight": Known(r"posttrain\.plan\.preflight\.links|posttrain\.cluster\.node", "tcp", f"nothing|{CLOSED}"),
     "srun": Known("srun", "tcp", f"nothing|{CLOSED}"),
     "UNIX sockets": Known(".*", "unix", "PermissionError"),
 }
