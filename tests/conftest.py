@@ -19,8 +19,11 @@ from posttrain.plan.resolve import resolve
 from posttrain.store import receipt_of
 
 UNPICKLED = "unpickled.txt"
-# What takes longest begins first, so that two workers end together.
-ORDER = ("tests/slurm", "tests/end_to_end", "tests/workflow", "tests/scripts", "tests/unit", "")
+# What takes longest begins first, so that two workers end together. While one makes the store and the undisturbed run,
+# which most chains need (test_chain.py), the other has chains without them.
+CHAINS = ("test_chain.py", "test_sglang.py", "test_tutorial.py", "")
+ORDER = ("tests/slurm", *(f"tests/end_to_end/{name}" for name in CHAINS))
+ORDER += ("tests/workflow", "tests/scripts", "tests/unit", "")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.support.branches import jobs_of
 from tests.support.chromium import measure_pages
 from tests.support.workflow_runs import WorkflowFolder
+
+from posttrain.store import receipt_of
 
 pytestmark = pytest.mark.slow
 
@@ -121,20 +124,27 @@ def test_a_checkpoint_that_is_named_is_exported_and_nothing_is_trained(
     """Ours stands for another trainer's here; theirs are read in test_other_trainers.py."""
     checkpoint = undisturbed.run_folder / "train" / "checkpoints" / "step_000004"
     workflow.settings |= {"export.checkpoint_folder": checkpoint}
-    output = workflow.run()
+    output = workflow.run("finalize_export_hf")
     assert "train tiny" not in output, "the training job's message"
     exported = workflow.run_folder / "hf"
+    planned = jobs_of(workflow.dry_run())
+    assert planned
+    assert "train" not in planned
     assert exported.parent.name.startswith("exported-")
     for shard in (undisturbed.run_folder / "hf").glob("*.safetensors"):
         assert (exported / shard.name).read_bytes() == shard.read_bytes()
 
 
+@pytest.mark.faults("slow")
 def test_other_targets_do_their_work(finished: WorkflowFolder) -> None:
+    """Answers alone stand in tests/workflow/test_answers.py, the steps of weights for serving in tests/scripts."""
     finished.run("plan", "check", "benchmark_serving", "finalize_serving", "verify_rollout_weights")
     plan = json.loads((finished.results / "plans" / "tiny-1xcpu.json").read_text())
     assert plan["model"]["num_parameters"] > 250_000
     assert not plan["problems"]
     assert (finished.run_folder / "evaluation" / "serving.json").exists()
+    (made,) = (path for path in finished.store.glob("tiny/*/nvfp4-????????") if path.is_dir())
+    assert receipt_of(made).exists()
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:

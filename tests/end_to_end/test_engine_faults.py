@@ -73,7 +73,8 @@ def starts_of(workflow: WorkflowFolder, engine: int = 0) -> int:
     return (workflow.run_folder / f"train/attempts/001/engine{engine}.log").read_text().count("ready on http")
 
 
-@pytest.mark.parametrize("sleep", ["never", pytest.param("always", marks=pytest.mark.faults("slow"))])
+@pytest.mark.faults("slow")
+@pytest.mark.parametrize("sleep", ["never", "always"])
 def test_an_engine_that_ends_in_a_rollout_is_replaced(workflow: WorkflowFolder, tmp_path: Path, sleep: str) -> None:
     workflow.settings |= MANY_CHUNKS | {"training.num_steps": 2, "engine.sleep": sleep}
     straight = WorkflowFolder(tmp_path / "straight", workflow.store, workflow.settings)

@@ -1,4 +1,7 @@
-"""The demo's model learns from its reward, and from nothing else: the same training with a reward that is constant."""
+"""The demo's model learns from its reward, and from nothing else: the same training with a reward that is constant.
+
+That an update without a signal moves nothing stands in tests/unit/megatron_backend/test_train_step.py, too.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.interruptions import start, training_state
+from tests.support.interruptions import training_state
 from tests.support.workflow_runs import FAST, WorkflowFolder
 
 from posttrain.checkpoint.formats.torch_dist_reader import TorchDistReader
@@ -40,19 +43,21 @@ def without_right_answers(store: Path, folder: Path) -> dict[str, object]:
     return settings
 
 
-def test_the_reward_teaches_and_a_constant_one_does_not(store: Path, tmp_path: Path) -> None:
+# A trainer and an engine start, and 512 responses are sampled.
+def test_the_reward_teaches(store: Path, tmp_path: Path) -> None:
     told = WorkflowFolder(tmp_path / "told", store, LEARNING)
-    told.run("download_dataset")
-    untold = WorkflowFolder(tmp_path / "untold", store, LEARNING | without_right_answers(store, tmp_path / "prompts"))
-    for driver in [start(workflow, "train") for workflow in (told, untold)]:
-        code, output = driver.finish()
-        assert code == 0, output[-4000:]
-
+    told.run("train")
     # Prompts are new in each step; of 256 responses the standard error is 0.03. One step takes the model from every
     # fourth try to every second; trained against its reward it gets none right.
     first, second = (row["rollout/pass_rate"] for row in told.metrics())
     assert second > first + 0.15
 
+
+@pytest.mark.faults("slow")
+def test_a_constant_reward_does_not(store: Path, tmp_path: Path) -> None:
+    WorkflowFolder(tmp_path / "told", store, LEARNING).run("download_dataset")
+    untold = WorkflowFolder(tmp_path / "untold", store, LEARNING | without_right_answers(store, tmp_path / "prompts"))
+    untold.run("train")
     for row in untold.metrics():
         assert row["rollout/reward_std_zero_fraction"] == 1.0
         assert (row["rollout/reward_mean"], row["train/loss"], row["train/grad_norm"]) == (0.0, 0.0, 0.0)

@@ -34,6 +34,7 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
+# Two steps are trained: a trainer and an engine start.
 def test_nothing_is_made_anew_and_the_run_goes_on_as_it_began(folder: Path) -> None:
     store = {path: path.read_bytes() for path in folder.glob("resources/**/*") if path.is_file()}
     before = read_yaml(folder / "results" / RUN / "experiment.yaml")
@@ -42,7 +43,7 @@ def test_nothing_is_made_anew_and_the_run_goes_on_as_it_began(folder: Path) -> N
     assert not {"make_tiny_model", "finalize_torch_dist", "quantize", "finalize_quantized", "stage_to_node_local"} & {
         *jobs.split()
     }
-    done = run_snakemake(folder, *WORDS)
+    done = run_snakemake(folder, "train", *WORDS)
     assert done.returncode == 0, done.stdout[-3000:]
     assert all(path.read_bytes() == content for path, content in store.items() if "lease" not in str(path))
     assert read_yaml(folder / "results" / RUN / "experiment.yaml") == before
@@ -57,3 +58,10 @@ def test_an_update_without_signal_is_what_it_was_in_a_run_that_began_so(folder: 
     assert resolved["algorithm"]["zero_advantages"] == "update"
     planned = run_snakemake(folder, *WORDS[:-2], "-n", "--config", "set=training.seed=43").stdout
     assert RUN not in planned, "another experiment is another run, with what this version does"
+
+
+@pytest.mark.faults("slow")
+def test_it_ends_with_a_report(folder: Path) -> None:
+    done = run_snakemake(folder, *WORDS)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert json.loads((folder / "results" / RUN / "summary.json").read_text())["num_steps"] == 4

@@ -14,12 +14,13 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from tests.end_to_end.test_turns import TURNS, check_turns
 from tests.support.interruptions import (
     ENGINE,
     NUM_JOBS,
@@ -40,6 +41,7 @@ from tests.support.interruptions import (
     start,
     training_state,
 )
+from tests.support.replaying import assert_steps_are_repeatable
 from tests.support.workflow_runs import FAST, WorkflowFolder
 
 from posttrain.config.schema import Launch
@@ -84,22 +86,40 @@ def bystander() -> Iterator[subprocess.Popen]:
         process.wait()
 
 
-def test_a_killed_driver(workflow: WorkflowFolder, undisturbed: WorkflowFolder) -> None:
+def kill_drivers(workflow: WorkflowFolder, target: str, points: Sequence[str]) -> None:
+    """Kill a driver at each point, and give the command once more."""
     made_once = {path: path.read_text() for path in workflow.store.rglob("*.history.jsonl")}
-    for point in (IN_FIRST_ROLLOUT, IN_AN_UPDATE, IN_A_CHECKPOINT):
-        driver = start_until(workflow, point, "all")
+    for point in points:
+        driver = start_until(workflow, point, target)
         driver.end(signal.SIGKILL)
         assert_gone(workflow)
         check_claims(workflow)
-    finish(workflow)
-    assert_same_training(workflow, undisturbed)
-    assert workflow.summary["final_weights_sha256"] == undisturbed.summary["final_weights_sha256"]
+    finish(workflow, target)
     assert {path: path.read_text() for path in made_once} == made_once, "what is made again has another row"
-    assert set(finished_jobs(workflow).values()) == {1, 2}, "evaluation and staging have two jobs, all others one"
     assert finished_jobs(workflow)["train"] == 1
     epochs = [json.loads(p.read_text())["epoch"] for p in sorted(workflow.run_folder.glob("train/lease/epoch-*.json"))]
-    assert epochs == [1, 2, 3, 4]
-    assert "Nothing to be done" in finish(workflow)
+    assert epochs == [*range(1, len(points) + 2)]
+    assert "Nothing to be done" in workflow.run(target)
+
+
+# A trainer and an engine start twice, and a trainer once more.
+def test_a_killed_driver(workflow: WorkflowFolder, undisturbed: WorkflowFolder) -> None:
+    """Trainer and engine take turns, which changes no bit, either; the last steps are trained again afterwards."""
+    workflow.settings |= TURNS | {"logging.keep_rollouts": "true"}
+    kill_drivers(workflow, "train", [IN_AN_UPDATE])
+    assert_same_training(workflow, undisturbed)
+    check_turns(workflow)
+    assert_steps_are_repeatable(workflow)
+
+
+@pytest.mark.faults("slow")
+def test_a_driver_of_the_whole_chain_is_killed_three_times(
+    workflow: WorkflowFolder, undisturbed: WorkflowFolder
+) -> None:
+    kill_drivers(workflow, "all", [IN_FIRST_ROLLOUT, IN_AN_UPDATE, IN_A_CHECKPOINT])
+    assert_same_training(workflow, undisturbed)
+    assert workflow.summary["final_weights_sha256"] == undisturbed.summary["final_weights_sha256"]
+    assert set(finished_jobs(workflow).values()) == {1, 2}, "evaluation and staging have two jobs, all others one"
 
 
 @pytest.mark.faults("training")
@@ -160,22 +180,6 @@ def test_a_training_that_is_asked_to_end(workflow: WorkflowFolder, undisturbed: 
     assert [path.name for path in (workflow.run_folder / "train/checkpoints").glob("step_*")] == ["step_000001"]
     assert "resuming after step 1" in finish(workflow, "train")
     assert_same_training(workflow, undisturbed)
-
-
-def test_two_drivers_at_once(workflow: WorkflowFolder, undisturbed: WorkflowFolder) -> None:
-    first = start_until(workflow, IN_FIRST_ROLLOUT)
-    trainer = find_processes(workflow, TRAINER)[0]
-    trainer.suspend()  # so that training is not over before the second one asks
-    code, output = start(workflow, "train").finish()
-    trainer.resume()
-    assert code != 0
-    (holder,) = workflow.run_folder.glob("train/lease/epoch-*.json")
-    assert f"is being written by process {json.loads(holder.read_text())['pid']}" in output
-    assert "Traceback" not in output
-    assert first.finish()[0] == 0, first.output[-4000:]
-    assert_same_training(workflow, undisturbed)
-    assert [row["attempt"] for row in attempts_of(workflow)] == [1]
-    assert check_claims(workflow)
 
 
 @pytest.mark.faults("slow")

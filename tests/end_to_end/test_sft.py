@@ -47,7 +47,9 @@ def test_a_killed_run_ends_with_the_same_bits_and_no_engine_is_started(store: Pa
     assert_same_training(killed, straight)
 
 
-def test_what_it_has_trained_is_measured_and_taken_by_name(store: Path, tmp_path: Path) -> None:
+# A whole chain: an evaluation before and after, training, an export.
+@pytest.mark.parametrize("is_reinforced", [False, pytest.param(True, marks=pytest.mark.faults("slow"))])
+def test_what_it_has_trained_is_measured_and_taken_by_name(store: Path, tmp_path: Path, is_reinforced: bool) -> None:
     # What is made of its model is nothing that others would find in the store that they share.
     store = Path(shutil.copytree(store, tmp_path / "store", symlinks=True))
     cold = WorkflowFolder(tmp_path / "work", store, SFT | {"training.num_steps": 2})
@@ -60,8 +62,15 @@ def test_what_it_has_trained_is_measured_and_taken_by_name(store: Path, tmp_path
     plan = reinforced.dry_run("train", config={"run": "warm"})
     assert "make_tiny_model" not in plan
     assert "list_hf_checkpoint" in plan
-    reinforced.run("train", "verify_store", config={"run": "warm"})
-    (row,) = (json.loads(line) for line in (cold.results / "warm/train/metrics.jsonl").read_text().splitlines())
-    assert row["mismatch/abs_diff_mean"] < 1e-4, "engine and trainer begin with the same weights"
+    if not is_reinforced:
+        reinforced.run("resolve_config", config={"run": "warm"})
+    else:
+        reinforced.run("train", "verify_store", config={"run": "warm"})
+        check_first_step(cold.results / "warm")
     digest = read_receipt(cold.results / "cold/hf.receipt.json").digest
     assert digest in (cold.results / "warm/experiment.yaml").read_text()
+
+
+def check_first_step(run: Path) -> None:
+    (row,) = (json.loads(line) for line in (run / "train/metrics.jsonl").read_text().splitlines())
+    assert row["mismatch/abs_diff_mean"] < 1e-4, "engine and trainer begin with the same weights"

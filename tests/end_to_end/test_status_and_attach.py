@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -14,7 +15,17 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.support.interruptions import ENGINE, NODE, SUPERVISOR, TRAINER, assert_same_training, find_processes, start
+from tests.support.interruptions import (
+    ENGINE,
+    NODE,
+    SUPERVISOR,
+    TRAINER,
+    assert_same_training,
+    attempts_of,
+    check_claims,
+    find_processes,
+    start,
+)
 from tests.support.workflow_runs import WorkflowFolder
 
 pytestmark = pytest.mark.slow
@@ -62,7 +73,11 @@ def start_without_driver(workflow: WorkflowFolder) -> subprocess.Popen:
     return subprocess.Popen(command, shell=True, cwd=workflow.folder, env=environment, start_new_session=True)
 
 
-def test_status_tells_where_a_living_run_stands_and_touches_nothing(store: Path, tmp_path: Path) -> None:
+# A trainer and an engine start; two others need the living run.
+def test_a_living_run_tells_where_it_stands_and_takes_no_second_driver(
+    store: Path, undisturbed: WorkflowFolder, tmp_path: Path
+) -> None:
+    """Who asks touches nothing, and who is refused changes nothing."""
     # Of its own: in the shared one other tests are at work.
     at_work = shutil.ignore_patterns("users", "*.lease", "*.tmp")
     shutil.copytree(store, tmp_path / "store", symlinks=True, ignore=at_work)
@@ -74,6 +89,11 @@ def test_status_tells_where_a_living_run_stands_and_touches_nothing(store: Path,
         before = state_of(workflow.results), state_of(workflow.store)
         shown = workflow.run("status")
         assert (state_of(workflow.results), state_of(workflow.store)) == before
+        trainer = find_processes(workflow, TRAINER)[0]
+        for process in set(processes) - {trainer}:
+            process.resume()
+        # So that training is not over before the second one asks.
+        assert_no_second_driver(workflow)
     finally:
         for process in processes:
             process.resume()
@@ -81,8 +101,20 @@ def test_status_tells_where_a_living_run_stands_and_touches_nothing(store: Path,
     (row,) = (line for line in shown.splitlines() if line.strip().startswith(run))
     assert re.search(r"│ training +│ +[23] of 4 │ +[\d,.]+ │ +0?[\d.]+ │ +step 2, ", row), row
     assert f"process {find_processes(workflow, SUPERVISOR)[0].pid} on " in shown
-    assert driver.finish()[0] == 0
+    assert driver.finish()[0] == 0, driver.output[-4000:]
+    assert_same_training(workflow, undisturbed)
+    assert [row["attempt"] for row in attempts_of(workflow)] == [1]
+    assert check_claims(workflow)
     assert re.search(r"│ trained +│ +4 of 4 │", workflow.run("status", config={"run": run}))
+
+
+def assert_no_second_driver(workflow: WorkflowFolder) -> None:
+    """Ask for a training that another driver has begun."""
+    code, output = workflow.attempt("train")
+    assert code != 0
+    (holder,) = workflow.run_folder.glob("train/lease/epoch-*.json")
+    assert f"is being written by process {json.loads(holder.read_text())['pid']}" in output
+    assert "Traceback" not in output
 
 
 def test_a_run_that_is_not_there_is_named_with_those_that_are(workflow: WorkflowFolder) -> None:

@@ -206,7 +206,7 @@ def test_gc(tmp_path: Path) -> None:
 
 
 def test_replay(tmp_path: Path) -> None:
-    """What it makes is held against a run in end_to_end/test_two_ranks.py; here it misses rollouts, and says which."""
+    """What it makes is held against a run in end_to_end/test_resume.py; here it misses rollouts, and says which."""
     paths = begin_run(tmp_path / "results", "old")
     first = run_snakemake(tmp_path, "replay", "--cores", "1", "--config", "run=old")
     rows = paths.metrics.read_text().splitlines(keepends=True)
