@@ -31,6 +31,7 @@ class ForkedProgram:
         environment: All of its variables.
         folder: Its working folder; by default that in which the tests began.
         errors_apart: Keep standard error apart from the output.
+        log: Gets the output; by default a file that ends with this object.
     """
 
     def __init__(
@@ -40,9 +41,10 @@ class ForkedProgram:
         environment: Mapping[str, str],
         folder: Path | None = None,
         errors_apart: bool = False,
+        log: Path | None = None,
     ):
         self._files = tempfile.TemporaryDirectory(prefix="forked-")
-        self._output = Path(self._files.name, "output")
+        self._output = log or Path(self._files.name, "output")
         self._errors = Path(self._files.name, "errors") if errors_apart else self._output
         words = (str(program), isinstance(program, Path), list(arguments), dict(environment), folder)
         self._process = _context().Process(target=_run, args=(*words, self._output, self._errors))

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
-from tests.support.workflow_runs import ROOT
+from tests.support.forked_programs import ONE_THREAD, ForkedProgram
 
 from posttrain.cluster import hang, ranks
 from posttrain.cluster.hang import HangWatch, Position, describe_stacks
@@ -25,21 +23,19 @@ LONG_ENOUGH = 120.0
 @contextmanager
 def training(folder: Path) -> Iterator[list[RankProcess]]:
     """Run two ranks of the product's own update, of which the second gets stuck."""
-    shared = {**os.environ, "WORLD_SIZE": "2", FILE_VARIABLE: str(folder / "meeting"), "OMP_NUM_THREADS": "1"}
+    shared = {**os.environ, "WORLD_SIZE": "2", FILE_VARIABLE: str(folder / "meeting"), **ONE_THREAD}
     started = []
     for rank in range(2):
         log, progress = folder / f"trainer{rank}.log", folder / str(rank)
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank), PROGRESS_VARIABLE: str(progress)}
-        with open(log, "wb") as sink:
-            command = [sys.executable, "-m", "tests.support.spinning_rank"]
-            process = psutil.Popen(command, cwd=ROOT, env=shared | own, stdout=sink, stderr=sink)
+        process = ForkedProgram("tests.support.spinning_rank", (), shared | own, log=log)
         started.append(RankProcess(rank, process, log, progress))
     try:
         yield started
     finally:
         for rank in started:
             rank.process.kill()
-            rank.process.wait()
+            rank.process.communicate(timeout=30)
 
 
 def test_a_rank_that_spins_in_its_first_step_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
