@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,6 +81,5 @@ def test_one_of_several_ends_first(code: int) -> None:
     started = start_here([[sys.executable, "-c", f"raise SystemExit({code})"], ["sleep", "600"]], {})
     started.processes[0].wait()
     assert started.is_running() == (code == 0)
-    began = time.monotonic()
     started.end()
-    assert time.monotonic() - began < 10
+    assert not started.is_running(), "the other would sleep for ten minutes"

@@ -269,7 +269,7 @@ def test_after_an_error_the_others_are_deleted_all_the_same(store: Path, monkeyp
 def test_what_cannot_be_understood_stays_and_is_named(
     store: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    lock = lock_folder_of(receipt_of(store / NAMES[1]))
+    lock, began = lock_folder_of(receipt_of(store / NAMES[1])), time.time()
     if damage == "lease":
         lock.mkdir()
         (lock / "epoch-000001.json").write_text("{")
@@ -280,7 +280,8 @@ def test_what_cannot_be_understood_stays_and_is_named(
     assert f"{store / NAMES[1]} stays: " in caplog.text
     found = find(store, NAMES[1])
     assert (found.users, found.builder, found.is_finished) == ((), "", False)
-    assert abs(found.last_change_unix - time.time()) < 10
+    # Clocks of file systems tick some milliseconds apart.
+    assert began - 1 <= found.last_change_unix <= time.time()
     delete_unused(store, DAYS)
     assert (store / NAMES[1] / "weights").exists()
     assert receipt_of(store / NAMES[1]).exists()

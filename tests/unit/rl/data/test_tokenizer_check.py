@@ -65,11 +65,9 @@ def test_a_hostile_template_is_rejected_before_anything_is_rendered_with_it(
 ) -> None:
     monkeypatch.setattr(tokenizer_check, "SECONDS", 2.0 if "range" in template else 60.0)
     monkeypatch.setattr(tokenizer_check, "NUM_BYTES", 200 * MIB)
-    began = time.monotonic()
     (problem,) = check(tmp_path, template)
     assert told in problem.value
     assert "model.chat_template" in problem.remedy
-    assert time.monotonic() - began < 30
 
 
 def nested(depth: int) -> str:
