@@ -9,7 +9,7 @@ from posttrain.document import _doc
 
 @dataclass(frozen=True)
 class Container:
-    """The image that jobs and the processes of a gang start in, behind `srun`."""
+    """The image that jobs and the processes of a training job start in, behind `srun`."""
 
     runtime: str = _doc(
         "none: the environment of the nodes themselves; apptainer: `apptainer exec`; pyxis: srun's `--container-image`",
@@ -31,7 +31,7 @@ class Container:
 
 @dataclass(frozen=True)
 class Kubernetes:
-    """What a gang asks a Kubernetes cluster for (launcher: kubernetes): one JobSet, one pod per node."""
+    """What a job with GPUs requests from Kubernetes (launcher: kubernetes): one JobSet, one pod per node."""
 
     namespace: str = _doc("Namespace of the JobSet", "default")
     queue: str = _doc("Kueue's LocalQueue; empty: the JobSet is not queued by Kueue", "")
