@@ -1,6 +1,6 @@
 """The demo's model learns from its reward, and from nothing else: the same training with a reward that is constant.
 
-That an update without a signal moves nothing stands in tests/unit/megatron_backend/test_train_step.py, too.
+That an update without a signal moves nothing stands in tests/unit/rl/megatron_backend/test_train_step.py, too.
 """
 
 from __future__ import annotations
