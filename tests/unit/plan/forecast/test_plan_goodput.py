@@ -160,8 +160,8 @@ def test_it_is_the_same_every_time(plan):
 
 
 def test_the_docs_have_these_figures(plan):
-    text = (ROOT / "docs" / "runs.md").read_text()
-    lines = [line for line in text.splitlines() if line.endswith("% |")]
+    text = (ROOT / "docs" / "planning.md").read_text()
+    lines = [line for line in text.splitlines() if line.endswith(" % |")]
     rates = plan["goodput"]["rates"]
     expected = [
         " | ".join(f"{100 * row['effective_share']:.1f} %" for row in rows)
