@@ -1,10 +1,10 @@
-"""A micro-batch as tensors: several sequences in one row, with what the loss needs to find its tokens again.
+"""A micro-batch as tensors: several sequences packed in one row, with the metadata that the loss needs.
 
-Position t of a sequence predicts its token t + 1. Sequences and the row are padded to multiples that the layout asks
-for. Padding stands behind a sequence or is one of its own, so nothing that counts attends to it, and the loss does not
-see it. A row without samples is padding alone: a rank runs it where others have a micro-batch and it has none.
+Position t of a sequence predicts its token t + 1. Sequences and the row are padded to multiples that the layout
+requires. Padding follows a sequence or forms a separate one, so no real token attends to it, and the loss masks it. A
+rank with fewer micro-batches than others runs a row of padding only.
 
-Shapes: T tokens of the row, padding included; B sequences, the padding's included when there is any.
+Shapes: T tokens of the row, including padding; B sequences, including a padding sequence if there is one.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class PackedBatch:
         tokens: [T] int64.
         targets: [T] int64, the next token of the same sequence; 0 at the end of a sequence and in padding.
         loss_mask: [T] fp32, 1 where the target is a response token.
-        position_ids: [T] int64, position in the token's own sequence.
+        position_ids: [T] int64, position in the token's sequence.
         cu_seqlens: [B + 1] int32, starts of the sequences and the end of the last.
-        sample_indices: Which sample each sequence is; padding has none.
-        num_padding: Tokens of padding.
-        routes: To which experts the engine has sent each sample's tokens, where they shall go there again.
+        sample_indices: Sample index of each sequence, without padding.
+        num_padding: Padding tokens.
+        routes: Experts to which the engine routed each sample's tokens, if routing replay is on.
 
     Example:
         Prompt (5, 9), response (7, 1), padded to 6: tokens (5, 9, 7, 1, 0, 0), targets (9, 7, 1, 0, 0, 0), loss mask
@@ -47,16 +47,16 @@ class PackedBatch:
 
     @property
     def padding_fraction(self) -> float:
-        """Share of the row that is padding."""
+        """Fraction of the row that is padding."""
         return self.num_padding / len(self.tokens)
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of each sequence of the row, padding included."""
+        """Tokens of each sequence of the row, including padding."""
         return tuple((self.cu_seqlens[1:] - self.cu_seqlens[:-1]).tolist())
 
     def spread(self, per_sample: torch.Tensor) -> torch.Tensor:
-        """Return a value per sample [number of samples] as a value per token [T]; 0 outside responses."""
+        """Expand a value per sample [number of samples] to a value per token [T]; 0 outside responses."""
         lengths = self.cu_seqlens[1:] - self.cu_seqlens[:-1]
         values = torch.zeros(len(lengths), dtype=per_sample.dtype)
         values[: len(self.sample_indices)] = per_sample[list(self.sample_indices)]
@@ -79,9 +79,9 @@ def build_packed_batch(
 
     Args:
         samples: All samples of the global batch.
-        indices: Those of this micro-batch; none for a row of padding.
-        multiple_of: T becomes a multiple of this, and is not 0.
-        sequence_multiple_of: The tokens of each sequence become a multiple of this.
+        indices: Those of this micro-batch; empty for a row of padding.
+        multiple_of: T is padded to a nonzero multiple of this.
+        sequence_multiple_of: Each sequence is padded to a multiple of this.
     """
     for i in indices:
         assert samples[i].prompt_tokens, f"sample {i} has no prompt: nothing predicts its first response token"

@@ -1,14 +1,14 @@
 """Packs sequences of different length into micro-batches under a token budget, for all data-parallel ranks at once.
 
-Ranks wait for each other in every update, so each gets the same work: sequences go to the rank with the least cost so
-far, the most expensive first. Cost is not length: attention grows with its square. Then each rank fills its
-micro-batches in the same way, none over the budget. All ranks run the same number of micro-batches, because they meet
-in collectives, and a multiple of what the schedule takes at a time; where a rank has too few sequences for that, some
-of its micro-batches are empty. A sequence over the budget has a micro-batch of its own.
+Ranks wait for each other in every update, so they should get equal work: sequences, most expensive first, go to the
+rank with the least cost so far. Cost is not length, because attention grows with its square. Each rank then fills its
+micro-batches the same way, none over the budget. All ranks run the same number of micro-batches, because they meet in
+collectives, and a multiple of the number that the schedule takes at a time; a rank with too few sequences gets empty
+micro-batches. A sequence over the budget gets its own micro-batch.
 
-The largest first is within 1 % of the largest differencing method here (hundreds of sequences, at least eight a rank)
-and takes ten lines; libraries for number partitioning know no budget. The result is a function of lengths and costs
-alone: every rank computes the same plan, and so does a run that goes on.
+Largest first is within 1 % of the largest differencing method here (hundreds of sequences, at least eight per rank) and
+takes ten lines; number partitioning libraries support no budget. The result is a function of lengths and costs only, so
+every rank computes the same plan, and so does a resumed run.
 
 Sources: Graham, Bounds on multiprocessing timing anomalies (1969), longest processing time first; Johnson, Near-optimal
 bin packing algorithms (1973), first-fit decreasing.
@@ -28,13 +28,13 @@ def pack(
     Args:
         lengths: Tokens of each sequence.
         costs: Work of each sequence, in any unit.
-        max_tokens: Budget of a micro-batch.
+        max_tokens: Token budget of a micro-batch.
         num_ranks: Data-parallel ranks.
-        multiple_of: The number of a rank's micro-batches becomes a multiple of this.
+        multiple_of: The micro-batch count of a rank is a multiple of this.
 
     Returns:
-        Per rank, the same number of micro-batches, at least one, the most expensive first; each a list of indices into
-        `lengths`, ascending. Empty ones come last.
+        The same number of micro-batches for each rank, at least one, most expensive first and empty ones last. Each is
+        an ascending list of indices into `lengths`.
 
     Example:
         Lengths and costs (5, 5, 5) under a budget of 8 on two ranks: ((0), (2)) and ((1), ()).
@@ -47,9 +47,9 @@ def pack(
 
 
 def _spread(indices: Sequence[int], costs: Sequence[float], count: int) -> list[list[int]]:
-    """Give each sequence, the most expensive first, to the share with the least cost so far."""
+    """Assign each sequence, most expensive first, to the share with the least cost so far."""
     shares: list[list[int]] = [[] for _ in range(count)]
-    loads = [(0.0, place) for place in range(count)]  # a heap: all loads are equal, and the places ascend
+    loads = [(0.0, place) for place in range(count)]  # already a heap: all loads are equal, and the indices ascend
     for index in _expensive_first(indices, costs):
         load, place = heapq.heappop(loads)
         shares[place].append(index)
@@ -78,7 +78,7 @@ def _first_fit_decreasing(indices: Sequence[int], lengths: Sequence[int], max_to
 def _balanced(
     bins: list[list[int]], lengths: Sequence[int], costs: Sequence[float], max_tokens: int, count: int
 ) -> list[list[int]]:
-    """Return `count` bins of about the same cost, or the given ones where the budget leaves no room for that."""
+    """Return `count` bins of similar cost, or the given bins if the budget prevents that."""
     evened: list[list[int]] = [[] for _ in range(count)]
     for index in _expensive_first([i for members in bins for i in members], costs):
         fits = [b for b in evened if not b or _sum(b, lengths) + lengths[index] <= max_tokens]

@@ -1,4 +1,4 @@
-"""The experts of a micro-batch's tokens, from the files in which a rollout's lie."""
+"""Reads the expert routes of a micro-batch's tokens from a rollout's files."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from posttrain.rl.batching.stored_routes import open_routes
 
 
 def routes_of_row(batch: PackedBatch, layers: Sequence[int], per_token: int, num_experts: int) -> torch.Tensor:
-    """Return the experts of a row's tokens [layers, T, K], as small numbers as they lie in the files.
+    """Return the experts of a row's tokens [layers, T, K], in the compact dtype of the files.
 
-    Tokens that no engine has read, which are padding and the last of each sample, go to all experts in turn: what
-    becomes of them counts nowhere, and no expert gets more than others for it.
+    Padding and each sample's last token have no route from the engine. They are spread evenly over all experts, because
+    their output is not used and must not unbalance the load.
 
     Args:
-        batch: Every sample of it has routes; it may be padding alone.
-        layers: Numbers among those with experts.
-        per_token: K, experts of a token.
-        num_experts: Of a layer.
+        batch: All its samples have routes; it may be padding only.
+        layers: Indices among the MoE layers.
+        per_token: K, experts per token.
+        num_experts: Experts per layer.
 
     Raises:
-        CheckpointError: A file is not there, or is shorter than it was.
+        CheckpointError: A file is missing or truncated.
     """
     assert len(batch.routes) == len(batch.sample_indices), "a sample's tokens have to go where nobody knows"
     places = torch.arange(len(batch.tokens))[:, None] * per_token + torch.arange(per_token)

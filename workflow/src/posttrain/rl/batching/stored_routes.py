@@ -1,4 +1,4 @@
-"""The files in which the routes of a rollout's samples lie; without torch, as drivers look at rollouts too."""
+"""The route files of a rollout's samples; without torch, because drivers also read rollouts."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from posttrain.types import Routes
 
 
 def open_routes(routes: Routes) -> np.memmap:
-    """Return a sample's routes [layers, tokens, K], of which only what is looked at is read.
+    """Memory-map a sample's routes [layers, tokens, K].
 
     Raises:
-        CheckpointError: The file is not there, or is shorter than it was.
+        CheckpointError: The file is missing or truncated.
     """
     try:
         return np.memmap(routes.file, routes.dtype, "r", routes.offset, routes.shape)

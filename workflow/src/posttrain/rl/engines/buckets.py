@@ -1,9 +1,9 @@
-"""Weights of an update in buckets of bounded size.
+"""Groups an update's weights into buckets of bounded size.
 
-An engine loads a bucket in one call, and some tensors must arrive in the same call: a quantised weight with
-its scales, and the two projections that read the same input (`q_a_proj`, `kv_a_proj_with_mqa`), which SGLang
-keeps as one fused matrix and loads only when it has both; where queries have no latent, the second comes alone.
-Such a bundle is never cut. It waits until its last tensor comes, wherever in the stream that is.
+An engine loads a bucket in one call, and some tensors must arrive in the same call: a quantised weight with its scales,
+and the two projections of the same input (`q_a_proj`, `kv_a_proj_with_mqa`), which SGLang fuses into one matrix and
+loads only together; without a query latent there is only the second. Such a bundle is never split: it waits until its
+last tensor arrives, anywhere in the stream.
 """
 
 from __future__ import annotations
@@ -26,19 +26,18 @@ NamedTensor = tuple[str, torch.Tensor]
 def make_buckets(
     named_tensors: Iterable[NamedTensor], limit_bytes: int, has_query_latent: bool = True
 ) -> Iterator[list[NamedTensor]]:
-    """Cut a stream of tensors into buckets.
+    """Group a stream of tensors into buckets.
 
     Args:
-        named_tensors: Hub names and tensors as they are to be served, in any order; read as the buckets are
-            asked for.
-        limit_bytes: Size of a bucket. Tensors that belong together and are larger form a bucket of their own.
+        named_tensors: Hub names and tensors in served form, in any order; consumed lazily.
+        limit_bytes: Maximum size of a bucket. A larger bundle forms its own bucket.
         has_query_latent: The model has a `q_a_proj` beside each `kv_a_proj_with_mqa`.
 
     Yields:
         Buckets in the order of the stream, each tensor once.
 
     Raises:
-        ValueError: When a tensor stays without the one it must arrive with.
+        ValueError: A bundle is incomplete at the end of the stream.
     """
     assert limit_bytes > 0, limit_bytes
     bucket: list[NamedTensor] = []
@@ -71,12 +70,12 @@ def _bundles(named_tensors: Iterable[NamedTensor], has_query_latent: bool) -> It
 
 
 def _bundle_of(name: str) -> str:
-    """Return the name under which tensors that belong together meet."""
+    """Return the key of a tensor's bundle."""
     return weight_of(name).replace(*FUSED_WITH_QUERY)
 
 
 def _missing(bundle: dict[str, torch.Tensor], has_query_latent: bool) -> set[str]:
-    """Return the names that must still come before the bundle can be sent."""
+    """Return the names that a bundle still lacks."""
     wanted = set()
     for name, tensor in bundle.items():
         for one, other in (FUSED_WITH_QUERY, FUSED_WITH_QUERY[::-1]):

@@ -20,31 +20,31 @@ from posttrain.rl.engines.secret import authorization
 
 log = logging.getLogger(__name__)
 
-# A kept connection that its server has just closed is found out when it is used: the second try opens a new one, and
-# three outlast a moment without free ports. Who is gone for longer has ended, which the supervisor sees.
+# A connection that the server has just closed fails only when used; the second try opens a new one, and three survive a
+# moment without free ports. An engine that is away longer has exited, which the supervisor detects.
 NUM_CONNECTION_RETRIES = 3
-RETRY_SECONDS = 0.2  # doubled from try to try
-# Whether an engine is ready is asked often, because training waits for it, and each time for long, because one that
-# loads its model may not answer meanwhile.
+RETRY_SECONDS = 0.2  # doubled with each try
+# Poll readiness often, because training waits for it, with a long timeout, because an engine may not answer while it
+# loads its model.
 PROBE_TIMEOUT_SECONDS = 10.0
 PROBE_INTERVAL_SECONDS = 0.1
-# SGLang answers as soon as it has computed one token more, whatever it is busy with. What takes longest is one batch.
+# SGLang answers after its next token at the latest, whatever its load; the longest wait is for one batch.
 SILENCE_SECONDS = 60.0
-# A line that is too long is none of aiohttp's errors of clients.
+# aiohttp's error for an overlong line is not a ClientError.
 BAD_HTTP = (aiohttp.ClientError, HttpProcessingError)
 
 
 class EngineError(RuntimeError):
-    """An engine does not answer, or not what it was asked for; names it."""
+    """An engine gave no answer or a wrong one; names the engine."""
 
 
 class NoAnswerError(EngineError):
-    """An engine was not reached, or did not answer in time; another one may."""
+    """An engine was unreachable or timed out; another engine may answer."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine, as errors name it."""
+    """An engine's identity in errors."""
 
     number: int
     url: str
@@ -54,17 +54,17 @@ class Engine:
 
 
 class EngineCalls:
-    """An async context manager, open for as long as calls are made.
+    """Makes HTTP calls to engines; an async context manager.
 
-    Of an engine that was not started for the run subclasses lower `_max_answer_bytes`.
+    Subclasses lower `_max_answer_bytes` for engines that were not started for the run.
 
     Args:
-        urls: Of the engines, "http://host:port".
-        secret: What the engines want to be shown.
-        request_timeout_seconds: Every answer must come within this.
+        urls: Engine URLs, "http://host:port".
+        secret: The engines' shared secret.
+        request_timeout_seconds: Every answer must arrive within this.
     """
 
-    # Of answers with tokens, log-probabilities and routes of many samples.
+    # Enough for tokens, log-probabilities and routes of many samples.
     _max_answer_bytes = 16 << 30
 
     def __init__(self, urls: Sequence[str], secret: str, request_timeout_seconds: float):
@@ -75,8 +75,8 @@ class EngineCalls:
         self.num_retries = 0
 
     async def __aenter__(self) -> Self:
-        # No connection is kept: the server drops an idle one after seconds, a training step takes longer, and
-        # a weight update that meets a dropped connection must not be repeated.
+        # Connections are not kept alive: the server drops idle ones after seconds, a training step takes longer, and
+        # a weight update that fails on a dropped connection must not be repeated.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         headers = {**PLAIN, **self._headers}
         self._session = aiohttp.ClientSession(connector=connector, headers=headers, auto_decompress=False)
@@ -91,13 +91,13 @@ class EngineCalls:
 
     @property
     def num_engines(self) -> int:
-        """How many engines there are."""
+        """Number of engines."""
         return len(self._engines)
 
     async def call_all(
         self, method: str, path: str, body: dict[str, Any] | None = None, may_repeat: bool = False
     ) -> list[Any]:
-        """Make one call to every engine at the same time; raise one error that names all that failed."""
+        """Make one call to all engines concurrently; raises one error that names all failed engines."""
         return await self.call_each(method, path, [body] * len(self._engines), may_repeat)
 
     async def call_each(
@@ -127,14 +127,14 @@ class EngineCalls:
         """Make one call to one engine.
 
         Args:
-            engine: Which one.
-            method: Of HTTP.
-            path: And query.
-            body: JSON; None for none.
-            may_repeat: It does no harm twice: it is tried again when the connection fails.
+            engine: The engine.
+            method: HTTP method.
+            path: Path and query.
+            body: JSON; None for no body.
+            may_repeat: The call is idempotent and is retried when the connection fails.
 
         Raises:
-            EngineError: No answer in time, or another one than success.
+            EngineError: No answer in time, or an error answer.
         """
         num_tries = 1 + (NUM_CONNECTION_RETRIES if may_repeat else 0)
         for attempt in range(1, num_tries + 1):
@@ -175,12 +175,12 @@ class EngineCalls:
             raise EngineError(f"{engine}: {method} {path}: the answer {what}: {error}") from error
 
     def _seconds_of(self, method: str) -> float:
-        """Return within what time a request has to be answered."""
+        """Return the timeout of a request."""
         return self._timeout_seconds
 
     @property
     def _silence_seconds(self) -> float:
-        """Return how long an engine that has missed a deadline may be silent; no longer than for a request."""
+        """Return how long an engine may stay silent after a timeout; at most the request timeout."""
         return min(SILENCE_SECONDS, self._timeout_seconds)
 
     async def _is_healthy(self, engine: Engine, within_seconds: float) -> bool | None:

@@ -1,4 +1,4 @@
-"""Checksums of served weights: equal ones mean that an engine holds the very bytes one thinks it holds."""
+"""Checksums of served weights; equal checksums mean that an engine holds exactly the expected bytes."""
 
 from __future__ import annotations
 

@@ -1,17 +1,16 @@
 """The one client of every engine: SGLang's HTTP API, over asyncio.
 
-A client speaks to all engines of a run. Requests for tokens go to one engine, weights go to all. Its
-promises:
+One client serves all engines of a run. Generate requests go to one engine, weights go to all. It
+guarantees:
 
-- One `generate` call is one HTTP request, answered by one engine; which one follows from the caller's request
-  number. The composition of a batch decides the last bits of its log-probabilities, so it stays with the
-  caller.
-- Every call has a deadline. Only calls that may be repeated without harm are repeated, only when the
-  connection failed, a limited number of times, each with a line in the log and counted in `num_retries`.
-- While a weight update is open, or after one failed, `generate` refuses: engines might hold different
-  weights. A later update that succeeds from its first bucket opens them again.
+- One `generate` call is one HTTP request to one engine, selected by the caller's request number. The caller
+  chooses the composition of a batch, because it determines the last bits of the log-probabilities.
+- Every call has a timeout. Only idempotent calls are retried, only after connection failures, and a limited
+  number of times; each retry is logged and counted in `num_retries`.
+- While a weight update is open, or after one failed, `generate` refuses, because engines may hold different
+  weights. The next complete update that succeeds enables it again.
 
-An engine is named in every error by its number and URL.
+Every error names the engine by number and URL.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from posttrain.rl.engines.responses import (
 from posttrain.rl.engines.tensor_payload import NamedTensors, serialize_bucket
 
 log = logging.getLogger(__name__)
-# What SGLang calls them. Graphs were captured over the cache, and are of no use without it.
+# SGLang's names. CUDA graphs refer to the cache, so they are released with it.
 TAGS = {ENGINE_WEIGHTS: ("weights",), ENGINE_CACHE: ("kv_cache", "cuda_graph")}
 
 
@@ -46,13 +45,13 @@ class EngineClient(EngineCalls):
     """Client of the engines of a run; an async context manager.
 
     Args:
-        urls: Of the engines, "http://host:port".
-        secret: What the engines want to be shown.
-        request_timeout_seconds: Every answer must come within this.
-        ranks_per_engine: World size of an engine, or of each; each rank takes its own copy of a weight bucket.
-        vocab_size: Prompts are checked against it before they are sent: SGLang does not, and a token beyond
-            it ends the server. None leaves it to the engine.
-        num_prefill: So many of the engines, the last ones, only prefill, and the others only decode.
+        urls: Engine URLs, "http://host:port".
+        secret: The engines' shared secret.
+        request_timeout_seconds: Every answer must arrive within this.
+        ranks_per_engine: World size of all engines, or of each; each rank takes its own copy of a weight bucket.
+        vocab_size: Limit for prompt tokens. SGLang does not check it, and a token beyond it crashes the server. None
+            skips the check.
+        num_prefill: The last `num_prefill` engines only prefill and the others only decode; 0: all do both.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class EngineClient(EngineCalls):
         num_answering = len(urls) - num_prefill
         self._answering, self._prefilling = self._engines[:num_answering], self._engines[num_answering:]
         self._pairs = PrefillPairs(self, self._prefilling) if num_prefill else None
-        # Why `generate` refuses; empty when all engines serve one version.
+        # Why `generate` refuses; empty if all engines serve the same version.
         self._closed_because = ""
         self._update_is_open = False
         self._asleep: frozenset[str] = frozenset()
@@ -81,17 +80,17 @@ class EngineClient(EngineCalls):
         """Sample one response per request, all in one HTTP request to one engine.
 
         Args:
-            requests: What the engine keeps together as one batch.
-            request_number: Number `n` goes to engine n modulo the number of engines that answer; where they only
-                decode, to engine n modulo the number of those that prefill, too.
+            requests: One batch for the engine.
+            request_number: Request n goes to engine n modulo the number of engines; with separate prefill, to one
+                decode engine and one prefill engine, each by n modulo their number.
 
         Returns:
             One result per request, in order.
 
         Raises:
-            ValueError: When a prompt is empty or has a token outside the vocabulary.
-            EngineError: When the engine refuses, fails, aborts, or answers with something else than was asked for.
-            RuntimeError: While weights are being updated.
+            ValueError: A prompt is empty or has a token outside the vocabulary.
+            EngineError: The engine refuses, fails, aborts, or gives a malformed answer.
+            RuntimeError: Weights are being updated.
         """
         if why := self._closed_because or ", ".join(f"{part} asleep" for part in sorted(self._asleep)):
             raise RuntimeError(f"engines do not generate: {why}")
@@ -123,13 +122,13 @@ class EngineClient(EngineCalls):
         """Wait until every engine is healthy.
 
         Args:
-            timeout_seconds: For all of them together.
-            check_processes: Called between probes; raises when an engine's process has ended.
-            tell_silent: Called with the address of an engine that takes connections and answers none from the first on:
-                one that is busy answers, and one that starts refuses them before.
+            timeout_seconds: Limit for all engines together.
+            check_processes: Called between probes; raises if an engine's process has ended.
+            tell_silent: Called with the address of an engine that accepts connections but never answered one. (A busy
+                engine answers; a starting one refuses connections.)
 
         Raises:
-            RuntimeError: Naming the first engine that was not healthy in time, or is another run's.
+            RuntimeError: An engine was not healthy in time or belongs to another run; names the first.
         """
         deadline = time.monotonic() + timeout_seconds
         for engine in self._engines:
@@ -139,7 +138,7 @@ class EngineClient(EngineCalls):
                 if is_silent and tell_silent and time.monotonic() - began >= self._silence_seconds:
                     log.warning("%s has not answered for %.0f s: it hangs", engine, time.monotonic() - began)
                     tell_silent(engine.url)
-                    is_silent = False  # it is another process now
+                    is_silent = False  # the process was replaced
                 if check_processes:
                     check_processes()
                 if time.monotonic() > deadline:
@@ -147,11 +146,11 @@ class EngineClient(EngineCalls):
                 await asyncio.sleep(PROBE_INTERVAL_SECONDS)
 
     async def server_info(self) -> list[dict[str, Any]]:
-        """Return what each engine says about itself."""
+        """Return each engine's server info."""
         return await self.call_all("GET", "/get_server_info", may_repeat=True)
 
     async def weight_versions(self) -> list[str | None]:
-        """Return the version of the weights that each engine serves, as the engine spells it."""
+        """Return the weight version that each engine reports."""
         answers = await self.call_all("GET", "/get_model_info", may_repeat=True)
         return [answer.get("weight_version") for answer in answers]
 
@@ -163,19 +162,19 @@ class EngineClient(EngineCalls):
     async def ask_ranks(
         self, call: str, may_repeat: bool = True, each: Sequence[Mapping[str, Any]] = (), **order: Any
     ) -> list[list[str]]:
-        """Have every rank of every engine answer an order about its weights (`posttrain_weights.engine_handlers`).
+        """Send a weight command to every rank of every engine (`posttrain_weights.engine_handlers`).
 
         Args:
-            call: What is asked.
-            may_repeat: It does no harm twice.
-            each: What is told each engine alone.
-            order: What is told all.
+            call: The command.
+            may_repeat: The command is idempotent.
+            each: Arguments per engine.
+            order: Arguments for all engines.
 
         Returns:
-            Answers per engine, in the order of its ranks.
+            Answers per engine, in rank order.
 
         Raises:
-            RuntimeError: A rank could not; names it.
+            RuntimeError: A rank failed; names it.
         """
         orders = [{"call": call, **order, **own} for own in each or [{}] * len(self._engines)]
         bodies = [{"action": json.dumps(told), "selector": "target"} for told in orders]
@@ -184,7 +183,7 @@ class EngineClient(EngineCalls):
         return [answers_of_ranks(name, answer["ranks"]) for name, answer in named]
 
     async def flush_cache(self) -> None:
-        """Drop what engines remember of earlier prompts."""
+        """Drop the engines' prefix caches."""
         await self.call_all("POST", "/flush_cache", {}, may_repeat=True)
 
     async def pause_generation(self, mode: str = "abort") -> None:
@@ -196,44 +195,43 @@ class EngineClient(EngineCalls):
         await self.call_all("POST", "/continue_generation", {}, may_repeat=True)
 
     async def abort_all(self) -> None:
-        """End every request that runs or waits, on all engines."""
+        """Abort all running and waiting requests on all engines."""
         await self.call_all("POST", "/abort_request", {"abort_all": True}, may_repeat=True)
 
     # ---- memory ----
 
     async def release_memory(self, parts: Iterable[str]) -> None:
-        """Have engines give back parts of their GPU memory, as soon as they are idle.
+        """Have engines release parts of their GPU memory once they are idle.
 
         Args:
-            parts: That are awake, of `plan.sizing.phases`. Weights are forgotten: an update has to bring them again.
+            parts: Parts of `plan.sizing.phases` that are awake. Released weights are lost and need an update.
 
         Raises:
-            RuntimeError: One does not become idle in time, or could not; names it.
+            RuntimeError: An engine did not become idle in time, or failed; names it.
         """
         if ENGINE_WEIGHTS in parts:
             self._closed_because = "they have given back their weights; update them first"
-        if ENGINE_CACHE in parts:  # SGLang ends when it is busy, also with what has just been aborted: it is waited for
+        if ENGINE_CACHE in parts:  # SGLang crashes if it is busy, even with aborted requests, so wait until it is idle
             await self.call_all("POST", f"/flush_cache?timeout={self._timeout_seconds:g}", {})
         await self.call_all("POST", "/release_memory_occupation", {"tags": _tags(parts)})
         self._asleep |= {*parts}
 
     async def resume_memory(self, parts: Iterable[str]) -> None:
-        """Have engines take sleeping parts of their GPU memory again."""
+        """Have engines allocate released parts of their GPU memory again."""
         await self.call_all("POST", "/resume_memory_occupation", {"tags": _tags(parts)})
         self._asleep -= {*parts}
 
     # ---- weights ----
 
     async def update_weights(self, version: int, buckets: Iterable[NamedTensors]) -> None:
-        """Give all engines new weights, bucket by bucket, over HTTP.
+        """Send new weights to all engines over HTTP, bucket by bucket.
 
         Args:
-            version: What the engines report with each response from now on.
-            buckets: See `make_buckets`; read one ahead of what is sent.
+            version: The version that engines report with each response from now on.
+            buckets: See `make_buckets`; prefetched by one.
 
         Raises:
-            RuntimeError: Naming every engine that failed. `generate` then refuses until an update succeeds,
-                which starts again from the first bucket.
+            RuntimeError: Engines failed; names each. `generate` then refuses until a complete update succeeds.
         """
         await self.begin_update(version)
         waiting: NamedTensors | None = None
@@ -247,7 +245,7 @@ class EngineClient(EngineCalls):
         await self.end_update()
 
     async def begin_update(self, version: int) -> None:
-        """Open an update; one that an earlier attempt left open is closed first."""
+        """Open an update, after closing one that an earlier attempt left open."""
         if self._update_is_open:
             await self._close_abandoned_update()
         self._closed_because = f"the update to weight version {version} is open or failed; update again from the start"
@@ -259,7 +257,7 @@ class EngineClient(EngineCalls):
 
         Args:
             bucket: Names and CPU tensors.
-            last_of_version: The update's version, with its last bucket.
+            last_of_version: The update's version, passed with its last bucket only.
         """
         assert self._update_is_open, "send_bucket outside begin_update and end_update"
         payload = await asyncio.to_thread(serialize_bucket, bucket)
@@ -269,7 +267,7 @@ class EngineClient(EngineCalls):
         await self.call_each("POST", "/update_weights_from_tensor", bodies, may_repeat=False)
 
     async def end_update(self) -> None:
-        """Close the update; the engines serve the new weights, and `generate` works again."""
+        """Close the update: engines serve the new weights, and `generate` works again."""
         await self.call_all("POST", "/end_weight_update", {})
         self._update_is_open, self._closed_because = False, ""
 
@@ -280,10 +278,10 @@ class EngineClient(EngineCalls):
         await self.end_update()
 
     async def update_weights_from_disk(self, version: int, folder: Path) -> None:
-        """Let all engines load a checkpoint folder that they can see.
+        """Have all engines load a checkpoint folder from a shared file system.
 
         Raises:
-            RuntimeError: Naming every engine that failed; `generate` then refuses until an update succeeds.
+            RuntimeError: Engines failed; names each. `generate` then refuses until an update succeeds.
         """
         if self._update_is_open:
             await self._close_abandoned_update()
@@ -292,7 +290,7 @@ class EngineClient(EngineCalls):
         self._closed_because = ""
 
     async def _close_abandoned_update(self) -> None:
-        """End an update that failed half-way, so that the next one can begin; its weights are never used."""
+        """Close an update that failed midway, so that the next can begin; its weights are never used."""
         for engine in self._engines:
             try:
                 await self.call(engine, "POST", "/end_weight_update", {})
@@ -302,10 +300,10 @@ class EngineClient(EngineCalls):
 
 
 def from_disk(version: int, folder: Path) -> dict[str, Any]:
-    """Return the body of a call that has an engine load a checkpoint folder."""
+    """Return the request body for loading a checkpoint folder."""
     return {
         "model_path": str(folder.resolve()),
-        # By default it is the format that the engine started with, which may have been none.
+        # The default is the engine's start format, which may have been "dummy".
         "load_format": "auto",
         "weight_version": str(version),
         "flush_cache": True,

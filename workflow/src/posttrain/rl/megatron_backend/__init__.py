@@ -1,7 +1,7 @@
-"""The only door to Megatron Core.
+"""The only package that imports Megatron Core.
 
-What Megatron and torch.distributed warn of here is about themselves (no Transformer Engine on a laptop, names that will
-change); on a terminal it would bury what we say.
+It silences warnings of Megatron and torch.distributed about themselves (Transformer Engine missing on a laptop,
+deprecated names), which would bury our own messages.
 """
 
 import warnings
@@ -11,6 +11,6 @@ warnings.filterwarnings("ignore", category=FutureWarning, module=r"(megatron|tor
 
 from megatron.core.safe_globals import safe_load_from_bytes  # noqa: E402  behind the filters
 
-# Megatron puts a function of its own in the place of torch's reader of storages; both read tensors only. Under torch's
-# name a pickled tensor is what engines allow.
+# Megatron replaces torch's storage reader with its own function; both read only tensors. Restore torch's name, because
+# engines accept pickled tensors only under it.
 safe_load_from_bytes.__module__, safe_load_from_bytes.__qualname__ = "torch.storage", "_load_from_bytes"

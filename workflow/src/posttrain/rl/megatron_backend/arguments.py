@@ -1,4 +1,4 @@
-"""From the table of Megatron's fields to its config dataclasses; they are spelled in `plan.flags.megatron_flags`."""
+"""Builds Megatron's config dataclasses from the table of fields in `plan.flags.megatron_flags`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from posttrain.config.schema import Config
 from posttrain.plan.flags import megatron_flags
 from posttrain.plan.flags.flag import Flag, as_mapping
 
-# transformers builds the two latent norms and the indexer's with this epsilon, whatever `rms_norm_eps` says.
+# transformers uses this epsilon for both latent norms and the indexer's norm, whatever `rms_norm_eps` says.
 LATENT_NORM_EPS = 1e-6
 INDEXER_NORM_EPS = 1e-6
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-# Fields whose values the table gives as words.
+# Fields whose values the table gives as strings.
 OBJECTS: dict[str, dict[str, Any]] = {
     "params_dtype": DTYPES,
     "pipeline_dtype": DTYPES,
@@ -29,7 +29,7 @@ OBJECTS: dict[str, dict[str, Any]] = {
 
 
 def transformer_config(config: Config) -> TransformerConfig:
-    """Return Megatron's description of the model and of its layout.
+    """Return Megatron's config of the model and its parallel layout.
 
     Args:
         config: The resolved configuration.
@@ -52,5 +52,5 @@ def optimizer_config(config: Config) -> OptimizerConfig:
 
 
 def _arguments(flags: Iterable[Flag]) -> dict[str, Any]:
-    """Return the flags as keyword arguments, words replaced by the objects they stand for."""
+    """Return the flags as keyword arguments, with strings replaced by the objects that they name."""
     return {name: OBJECTS[name][value] if name in OBJECTS else value for name, value in as_mapping(flags).items()}

@@ -1,11 +1,11 @@
 """Reads and writes torch_dist checkpoints of the trainer through Megatron's `dist_checkpointing`.
 
-What a training checkpoint holds: the model's weights, the optimizer's main weights and moments (in a form that any
-layout can load, see `optimizer_state`), and the numbers of finished steps and updates. There is no random state and no
-data position to save: both are pure functions of the seed and of the step.
+A training checkpoint holds the model's weights, the optimizer's main weights and moments (in a form that any layout can
+load, see `optimizer_state`), and the numbers of finished steps and updates. It holds no random state and no data
+position, because both are pure functions of the seed and the step.
 
-A save needs no memory on the GPU, and in host memory one tensor at a time. All that takes long in it is one function,
-which may run in another thread for as long as nobody changes the state.
+A save needs no GPU memory, and host memory for one tensor at a time. All its slow work is in one function, which may
+run in another thread while nobody changes the state.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ from posttrain.rl.megatron_backend.sleep import SleepingTrainer
 
 
 def load_weights(chunks: Sequence[LogprobModel], folder: Path) -> None:
-    """Fill the model from a torch_dist folder, whatever layout and precision it was written in.
+    """Load the model's weights from a torch_dist folder written in any layout and precision.
 
     Args:
         chunks: This rank's part of the model.
         folder: A converted or a training checkpoint.
 
     Raises:
-        CheckpointError: When a weight is missing or has another shape.
+        CheckpointError: A weight is missing or has another shape.
     """
     wanted = sharded_weights(chunks)
     loaded = _load({"model": wanted}, folder)["model"]
@@ -74,24 +74,23 @@ def prepare_save(
     group: dist.ProcessGroup | None = None,
     trainer: SleepingTrainer | None = None,
 ) -> Callable[[], None]:
-    """Write all but weights and optimizer state, and return the function that writes these; both are collective.
+    """Write everything but weights and optimizer state, and return the function that writes those; both are collective.
 
     Args:
-        policy: What is trained; it must not change before the returned function is done.
+        policy: Model and optimizer; must not change before the returned function is done.
         step: Number of finished steps.
-        folder: An empty folder that exists.
-        group: In what the returned function lets ranks talk to each other. One of its own where another thread uses the
-            default group meanwhile.
-        trainer: Goes to sleep meanwhile: its copies are written. Its weights are awake.
+        folder: An existing empty folder.
+        group: Process group of the returned function; must be separate if another thread uses the default group.
+        trainer: Colocated trainer that may be offloaded meanwhile: its host copies are written. Its weights are awake.
 
     Returns:
-        The rest of the save. The caller makes the folder visible when it is done on all ranks.
+        The rest of the save. The caller makes the folder visible once it has finished on all ranks.
     """
     assert policy.optimizer is not None, "a policy without optimizer has no training state"
     counts = {"step": step, "optimizer_steps": count_steps(policy.optimizer)}
     strategy = InProcessSave(group)
-    # Whether ranks together hold each tensor once is seen by torch when it plans who writes what. Megatron would look
-    # first, with a list of all shards that every rank gathers over the default group.
+    # torch's save planner checks that ranks together hold each tensor once. Skip Megatron's own check, which gathers a
+    # list of all shards over the default group.
     state = _training_state(policy)
     if trainer:
         trainer.copy_weights()
@@ -107,7 +106,7 @@ def prepare_save(
 
 
 def load_training_state(policy: Policy, folder: Path) -> int:
-    """Restore what `prepare_save` and its function wrote, in any layout; collective.
+    """Load a training checkpoint into any layout; collective.
 
     Args:
         policy: Model and optimizer to fill.
@@ -117,15 +116,15 @@ def load_training_state(policy: Policy, folder: Path) -> int:
         The number of finished steps.
 
     Raises:
-        CheckpointError: When the checkpoint does not fit the model.
+        CheckpointError: The checkpoint does not fit the model.
     """
     assert policy.optimizer is not None, "a policy without optimizer has no training state"
     counts = _read_counts(folder)
-    # From before the first update there are no moments, and an optimizer without any goes on in the same way.
+    # A checkpoint from before the first update has no moments; an optimizer without moments continues the same.
     has_moments = counts["optimizer_steps"] > 0
     if has_moments:
         allocate_state(policy.optimizer)
-    # The pieces of the optimizer's state are views of it: the load fills them where they are.
+    # The boxes are views of the optimizer's state, so the load fills it in place.
     state = _load(_training_state(policy), folder)
     _fill(policy.chunks, state["model"])
     if has_moments:
@@ -134,12 +133,12 @@ def load_training_state(policy: Policy, folder: Path) -> int:
 
 
 class SafeLoad(TorchDistLoadShardedStrategy):
-    """Loads tensors, and nothing that is not one, from where metadata says that were read by `read_metadata`.
+    """Loads only tensors, at the places given by metadata from `read_metadata`.
 
-    Megatron's own strategy unpickles `.metadata`, and whatever that calls an object, with all the code that is in it.
+    Megatron's own strategy unpickles `.metadata` and every object it lists, which can run arbitrary code.
 
     Args:
-        metadata: Of the folder that is loaded.
+        metadata: Metadata of the folder.
     """
 
     def __init__(self, metadata: Metadata):
@@ -147,7 +146,7 @@ class SafeLoad(TorchDistLoadShardedStrategy):
         self._metadata = metadata
 
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> dict[str, Any]:
-        """Fill a state of sharded tensors, as Megatron's strategy does."""
+        """Load sharded tensors in place, as Megatron's strategy does."""
         tensors = list(nested_values(sharded_state_dict))
         self._require_tensors(tensor.key for tensor in tensors)
         by_key, names, renamed = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
@@ -163,14 +162,14 @@ class SafeLoad(TorchDistLoadShardedStrategy):
         return loaded
 
     def _require_tensors(self, keys: Iterable[str]) -> None:
-        """Refuse what is missing, and objects: torch unpickles these without a look at what they are."""
+        """Refuse missing keys, and objects, because torch unpickles objects unchecked."""
         rows = self._metadata.state_dict_metadata
         if wrong := sorted({key for key in keys if not isinstance(rows.get(key), TensorStorageMetadata)}):
             raise CheckpointingException(f"{len(wrong)} tensors are missing, or are no tensors there: {wrong[:5]}")
 
 
 class _ReaderOf(FileSystemReader):
-    """Reads chunks by metadata that were read before."""
+    """Reads chunks by metadata that was read before."""
 
     def __init__(self, metadata: Metadata, folder: str | Path):
         super().__init__(folder)
@@ -183,22 +182,22 @@ class _ReaderOf(FileSystemReader):
 class InProcessSave(TorchDistSaveShardedStrategy):
     """Writes torch_dist in this process, when `write` is called.
 
-    Megatron's own strategy forks a writer. A trainer has threads (requests to engines, metrics), and a fork in the
-    midst of them may hang; a forked writer also outlives a trainer that is killed. The files are those that every
-    version of Megatron reads: what is no tensor goes into `common.pt`, not among the shards.
+    Megatron's own strategy forks a writer. The trainer has threads (engine requests, metrics), so a fork may hang, and
+    a forked writer outlives a killed trainer. Every version of Megatron reads the files: everything but tensors goes
+    into `common.pt`.
 
     Args:
-        group: What `write` is collective in; None for the default group.
+        group: Process group of `write`; None for the default group.
     """
 
     def __init__(self, group: dist.ProcessGroup | None):
         super().__init__()
         self._group = group
-        # A new thread begins with the first device.
+        # A new thread starts on device 0.
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
-        """Write what is no tensor, and take note of this rank's shards."""
+        """Write everything but tensors, and remember this rank's shards."""
         common = sharded_state_dict.pop("common_state")
         if dist.get_rank() == 0:
             torch.save(common.data, Path(checkpoint_dir) / COMMON_NAME)
@@ -222,13 +221,13 @@ class InProcessSave(TorchDistSaveShardedStrategy):
 
 
 class _OneTensorAtATime(FileSystemWriter):
-    """Writes a rank's file with a single tensor in host memory.
+    """Writes a rank's file with only one tensor in host memory at a time.
 
-    torch's own writer keeps the last tensor of each name until its file is complete.
+    torch's own writer keeps the last tensor of each name until the file is complete.
 
     Args:
-        folder: Gets the files.
-        on_host: Copies tensors.
+        folder: Output folder.
+        on_host: Copies a tensor to the host.
     """
 
     def __init__(self, folder: str | Path, on_host: HostCopies):
@@ -236,7 +235,7 @@ class _OneTensorAtATime(FileSystemWriter):
         self._on_host = on_host
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write what a rank's plan names into one file, and return where each item lies in it."""
+        """Write the items of a rank's plan to one file, and return each item's location."""
         name = f"{plan.storage_data.prefix}0.distcp"
         with self.fs.create_stream(self.fs.concat_path(self.path, name), "wb") as stream, _as_the_system_says():
             results = [
@@ -256,13 +255,13 @@ class _OneTensorAtATime(FileSystemWriter):
         if not torch.is_tensor(data):
             return data
         tensor = self._on_host(data)
-        # torch.save of a view would write the whole buffer behind it.
+        # torch.save of a view would write its whole underlying storage.
         return tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
 
 
 @contextmanager
 def _as_the_system_says() -> Iterator[None]:
-    """Raise the OSError that ended a write: `torch.save` covers it with a complaint about its position in the file."""
+    """Raise the OSError that ended a write, which `torch.save` hides behind an error about the file position."""
     try:
         yield
     except RuntimeError as error:
@@ -277,12 +276,12 @@ def _training_state(policy: Policy) -> dict[str, Any]:
 
 
 def sharded_weights(chunks: Sequence[LogprobModel]) -> ShardedStateDict:
-    """Return the sharded weights by "chunk.name"; a checkpoint names them by the layer's number in the whole model.
+    """Return the sharded weights by "chunk.name"; a checkpoint names them by the layer number in the whole model.
 
-    Transformer Engine's extra states (scales of FP8 training) are not part of them.
+    Transformer Engine's extra states (scales of FP8 training) are left out.
     """
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    # Layers that are all alike are tensors of their own, too, as in converted checkpoints.
+    # Save each layer as its own tensors even if all layers are alike, as in converted checkpoints.
     metadata = {"dp_cp_group": group, "non_homogeneous_layers": True}
     return {
         f"{number}.{name}": value
@@ -293,7 +292,7 @@ def sharded_weights(chunks: Sequence[LogprobModel]) -> ShardedStateDict:
 
 
 def _is_extra_state(key: str) -> bool:
-    """Return whether a module keeps something there that is no weight; grouped experts have `_extra_state3`, too."""
+    """Return whether a key is a module's extra state, not a weight; grouped experts also have `_extra_state3`."""
     return key.rpartition(".")[2].startswith("_extra_state")
 
 
@@ -306,7 +305,7 @@ def _read_counts(folder: Path) -> dict[str, int]:
 
 
 def _load(state: ShardedStateDict, folder: Path) -> dict[str, Any]:
-    """Do what `dist_checkpointing.load` does, with `common.pt` left closed: of it `read_common` reads what we need."""
+    """Load like `dist_checkpointing.load` without opening `common.pt`, of which `read_common` reads what we need."""
     strategy = SafeLoad(read_metadata(folder))
     wanted, _, factories = load_preprocess(state)
     try:
@@ -318,12 +317,12 @@ def _load(state: ShardedStateDict, folder: Path) -> dict[str, Any]:
 
 
 def _cause_of(error: BaseException) -> BaseException:
-    """Return what the first rank raised: torch gathers it all in something that is no `Exception`."""
+    """Return the first rank's exception; torch wraps all of them in a class that is not an `Exception`."""
     return error.failures[min(error.failures)][0] if isinstance(error, CheckpointException) else error
 
 
 def _fill(chunks: Sequence[LogprobModel], loaded: dict[str, Any]) -> None:
-    """Copy loaded tensors into the model; nothing but extra states may be missing."""
+    """Copy loaded tensors into the model; only extra states may be missing."""
     missing, unexpected = torch.nn.ModuleList(chunks).load_state_dict(loaded, strict=False)
     missing = [key for key in missing if not _is_extra_state(key)]
     if missing or unexpected:

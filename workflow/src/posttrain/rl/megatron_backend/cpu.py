@@ -1,10 +1,10 @@
 """Megatron Core on a machine without CUDA.
 
-Megatron Core assumes a GPU in a few dozen places that have nothing to do with the mathematics: where a tensor is
-allocated, which stream copies it, whose random generator is saved. `enable_cpu()` answers each of them once, so that
-the trainer on a laptop is the trainer of the cluster. Where CUDA is there, it has to be hidden.
+Megatron Core assumes a GPU in a few dozen places that do not affect the mathematics: where a tensor is allocated, which
+stream copies it, which random generator is saved. `enable_cpu()` patches each of them, so that a laptop runs the same
+trainer as the cluster. On a machine with CUDA, the GPUs must be hidden.
 
-Each function below names the obstacle that it removes. Checked against megatron-core 0.19.2 and torch 2.13.
+Each function below states the obstacle that it removes. Checked against megatron-core 0.19.2 and torch 2.13.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _enabled = False
 
 
 def enable_cpu() -> None:
-    """Let Megatron Core build, train and save models in host memory. Call it before any of its modules is built.
+    """Let Megatron Core build, train and save models in host memory. Call it before building any of its modules.
 
-    Does nothing when it ran before.
+    Idempotent.
 
     Raises:
-        RuntimeError: Torch sees GPUs, and Megatron would use them here and there.
+        RuntimeError: Torch sees GPUs, which Megatron would use in some places.
     """
     global _enabled
     if _enabled:
@@ -51,7 +51,7 @@ def enable_cpu() -> None:
 
 
 def _do_without_transformer_engine() -> None:
-    """Routers and optimizer ask whether Transformer Engine is installed, not whether it is to be used."""
+    """Routers and optimizer check whether Transformer Engine is installed, not whether to use it."""
     from megatron.core import utils
     from megatron.core.optimizer import clip_grads, optimizer
     from megatron.core.transformer.moe import moe_utils
@@ -65,7 +65,7 @@ def _do_without_transformer_engine() -> None:
 
 
 class _Inert:
-    """A stream or event where there is none: every call is accepted, nothing happens, everything is finished."""
+    """Dummy stream or event: accepts every call, does nothing, and is always finished."""
 
     def __init__(self, *_: Any, **__: Any):
         pass
@@ -77,21 +77,21 @@ class _Inert:
         pass
 
     def wait_stream(self, *_: Any) -> None:
-        """Wait for nothing."""
+        """Do nothing."""
 
     wait_event = record = synchronize = wait = wait_stream
 
     def record_event(self, *_: Any) -> _Inert:
-        """Return an event that has happened."""
+        """Return a finished event."""
         return self
 
     def query(self) -> bool:
-        """Tell that the event has happened."""
+        """Return True: the event is finished."""
         return True
 
 
 def _replace_device_queries() -> None:
-    """Rotary embedding, router and data-parallel buffers ask for the current CUDA device and its streams."""
+    """Rotary embedding, router and data-parallel buffers query the current CUDA device and its streams."""
     stream = _Inert()
     torch.cuda.current_device = lambda: CPU  # type: ignore[assignment,return-value]
     torch.cuda.Stream = torch.cuda.Event = _Inert  # type: ignore[assignment,misc]
@@ -103,7 +103,7 @@ def _replace_device_queries() -> None:
 
 
 def _replace_random_state() -> None:
-    """Recomputation and the model-parallel RNG tracker save and set the CUDA generator: on a CPU, torch's own."""
+    """Recomputation and the model-parallel RNG tracker save and set the CUDA generator; use torch's CPU generator."""
     from megatron.core.tensor_parallel import random as megatron_random
 
     def get_state(device: Any = None, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
@@ -120,10 +120,10 @@ def _replace_random_state() -> None:
 
 
 def _redirect_factories() -> None:
-    """Optimizer, gradient clipping and schedules write `device="cuda"`: such a tensor is made in host memory.
+    """Optimizer, gradient clipping and schedules pass `device="cuda"`; allocate such tensors in host memory.
 
-    `with torch.device(...)` knows the functions that make tensors by a list, which torch draws up when it is first
-    needed and then keeps. It has to be torch's functions that stand on it, not those that are put in their place.
+    `with torch.device(...)` recognises factory functions by a list that torch builds at first use and then caches.
+    Build the list before patching, so that it contains torch's functions.
     """
     _device_constructors()
     for name in ("zeros", "ones", "empty", "full", "tensor", "arange", "empty_like", "zeros_like", "ones_like"):
@@ -144,7 +144,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def _keep_split_sizes_plain() -> None:
-    """The all-to-all dispatcher copies split sizes from the GPU as numpy; sizes that are on the CPU stayed tensors."""
+    """The all-to-all dispatcher converts split sizes to numpy only if they are on a GPU; convert CPU sizes too."""
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     original = moe_utils.maybe_move_tensor_to_cpu
@@ -158,9 +158,9 @@ def _keep_split_sizes_plain() -> None:
 
 
 def _exchange_parts_of_any_size() -> None:
-    """Ranks that share an expert hold tokens of different numbers; gloo gathers and scatters parts of one size only.
+    """Ranks that share an expert hold different numbers of tokens, but gloo gathers and scatters only equal sizes.
 
-    What it does take in parts of any size is the all-to-all.
+    Use gloo's all-to-all instead, which takes any sizes.
     """
     from megatron.core.tensor_parallel import mappings
 
@@ -190,7 +190,7 @@ def _exchange_parts_of_any_size() -> None:
 class FusedAdam(torch.optim.Optimizer):
     """Adam with decoupled weight decay and the interface of Apex's and Transformer Engine's FusedAdam.
 
-    They keep the step count in the parameter group, and Megatron's distributed checkpoint relies on it; torch's AdamW
+    Those keep the step count in the parameter group, which Megatron's distributed checkpoint relies on; torch's AdamW
     keeps one per parameter, which that checkpoint cannot load. The arithmetic is torch's.
 
     Args:
@@ -199,8 +199,8 @@ class FusedAdam(torch.optim.Optimizer):
         betas: Decay of the first and second moment.
         eps: Added to the denominator.
         weight_decay: Decoupled weight decay.
-        adam_w_mode: Has to be true; FusedAdam's other mode adds the decay to the gradient.
-        capturable: Has to be false; a step recorded as a CUDA graph keeps its count on the device.
+        adam_w_mode: Must be true; FusedAdam's other mode adds the decay to the gradient.
+        capturable: Must be false; true would keep the step count on the device for CUDA graphs.
 
     Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization (ICLR 2019), algorithm 2.
     """
@@ -228,7 +228,7 @@ class FusedAdam(torch.optim.Optimizer):
                 continue
             group["step"] = group.get("step", 0) + 1
             states = [self._state_of(p) for p in parameters]
-            # The functional form counts up by itself: it is given the count of the step before.
+            # The functional form increments the count itself, so pass the previous step's count.
             count = torch.tensor(float(group["step"] - 1))
             torch_adamw(
                 parameters,
@@ -255,7 +255,7 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 def _provide_fused_adam() -> None:
-    """Neither Apex nor Transformer Engine is there, and Megatron's fallback cannot be loaded from a checkpoint."""
+    """Without Apex and Transformer Engine, Megatron uses an optimizer that cannot be loaded from a checkpoint."""
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
 
@@ -266,7 +266,7 @@ def _provide_fused_adam() -> None:
 
 
 def _accept_cpu_parameters() -> None:
-    """The optimizer recognises parameters and gradients by type names such as "torch.cuda.FloatTensor"."""
+    """The optimizer accepts only type names such as "torch.cuda.FloatTensor" for parameters; accept CPU types."""
     from megatron.core.optimizer import ChainedOptimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 

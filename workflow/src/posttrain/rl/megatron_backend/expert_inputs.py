@@ -1,11 +1,11 @@
-"""The largest magnitudes of what experts' projections are given, and how many tokens, while the model runs as always.
+"""Records the input maxima of experts' projections, and their token counts, during unmodified forward passes.
 
-Routers choose by themselves: no token is sent to an expert that would not see it in use. What stands beside real tokens
-in a row, padding, is sent somewhere, too. Its routing weights are set to zero, which is how experts' inputs are told
-apart wherever a dispatcher has put them; no real token is computed otherwise.
+Routing is not changed: experts see the tokens that they would see in use. Padding tokens are routed too; their routing
+weights are set to zero, which identifies them in the experts' inputs wherever a dispatcher puts them. Real tokens are
+not affected.
 
-Megatron multiplies what `linear_fc2` is given by the routing weight. Engines multiply its output, so what their
-`down_proj` is given is computed here from the output of `linear_fc1`.
+Megatron multiplies the input of `linear_fc2` by the routing weight. Engines multiply its output instead, so the input
+of their `down_proj` is computed here from the output of `linear_fc1`.
 
 Shapes: N tokens of the experts of this rank, H width of the residual stream, I width of an expert on this rank.
 """
@@ -29,16 +29,16 @@ from posttrain.rl.megatron_backend.ranks import largest_of_ranks
 
 
 class ExpertInputs:
-    """Looks at the experts of this rank.
+    """Observes the experts of this rank.
 
     Args:
-        policy: Whose forward passes are looked at.
+        policy: The model to observe.
     """
 
     def __init__(self, policy: Policy):
         self._policy, arch = policy, policy.config.model.architecture
         self._shape = (arch.num_hidden_layers, arch.n_routed_experts)
-        # Of the row that a chunk computes: which of this rank's tokens are real.
+        # Mask of this rank's non-padding tokens in the row that a chunk computes.
         self._real = torch.empty(0, dtype=torch.bool)
         self._forget()
 
@@ -49,10 +49,10 @@ class ExpertInputs:
 
     @contextmanager
     def watched(self, rows: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Look at the forward passes of the block.
+        """Observe the forward passes of the block.
 
         Args:
-            rows: Of each micro-batch, in their order, which tokens of the row are real: [T] bool.
+            rows: Mask of non-padding tokens of each micro-batch, in order: [T] bool.
         """
         with ExitStack() as stack:
             for wrapped, chunk in zip(self._policy.wrapped, self._policy.chunks, strict=True):
@@ -65,7 +65,7 @@ class ExpertInputs:
 
     def _begin_row(self, rows: Iterator[torch.Tensor], _: Any, args: Any, given: dict[str, Any]) -> None:
         own = given["packed_seq_params"].cut(next(rows).to(self._policy.device))
-        if self._policy.settings.sequence_parallel:  # ranks have as many each, one behind the other
+        if self._policy.settings.sequence_parallel:  # ranks have equal shares, in rank order
             own = own.chunk(parallel_state.get_tensor_model_parallel_world_size())[
                 parallel_state.get_tensor_model_parallel_rank()
             ]
@@ -73,7 +73,7 @@ class ExpertInputs:
 
     def _watch(self, layer: MoELayer, number: int, stack: ExitStack) -> None:
         experts, own = layer.experts, list(layer.local_expert_indices)
-        # Routing weights of the tokens of all experts of this rank, one expert's behind the other's.
+        # Routing weights of the tokens of this rank's experts, concatenated by expert.
         weights: list[tuple[torch.Tensor, list[int]]] = []
 
         def take_note(_: Any, given: tuple[torch.Tensor, ...]) -> None:
@@ -95,7 +95,7 @@ class ExpertInputs:
         if hasattr(experts, "local_experts"):
             for place, expert in enumerate(experts.local_experts):
                 stack.callback(expert.linear_fc1.register_forward_hook(partial(look, [place])).remove)
-        else:  # one module computes the first projection of all
+        else:  # one module computes the first projection of all experts
             stack.callback(experts.linear_fc1.register_forward_hook(partial(look, range(len(own)))).remove)
 
     def _leave_out_padding(self, _: Any, __: Any, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -103,30 +103,30 @@ class ExpertInputs:
         return probabilities * self._real[:, None].to(probabilities.dtype), *rest
 
     def see(self, layer: int, expert: int, gate_up: torch.Tensor, down: torch.Tensor, real: torch.Tensor) -> None:
-        """Take note of what an expert is given.
+        """Record an expert's inputs.
 
         Args:
             layer: Number of the decoder layer.
             expert: Its number in the layer.
-            gate_up: [N, H], input of its first projections.
-            down: [N, I], input of its last; this rank's columns.
-            real: [N] bool, which of these tokens are no padding.
+            gate_up: [N, H], input of its gate and up projections.
+            down: [N, I], input of its down projection; this rank's columns.
+            real: [N] bool, mask of non-padding tokens.
         """
         for place, given in ((GATE_UP, gate_up), (DOWN, down)):
             largest = torch.where(real, given.detach().abs().amax(1).float(), 0.0).max()
-            # Of NaN and a number, the NaN.
+            # maximum() propagates NaN.
             self._amax[layer, expert, place] = torch.maximum(self._amax[layer, expert, place], largest)
         self._counts[layer, expert] += real.sum()
 
     def take(self) -> ExpertMaxima:
-        """Return what all ranks have seen since the last call, on every rank; collective.
+        """Return the observations of all ranks since the last call, on every rank; collective.
 
         Raises:
             CheckpointError: An activation was NaN or infinite.
         """
         amax, counts = self._amax, self._counts
         if parallel_state.get_expert_tensor_parallel_rank():
-            counts = torch.zeros_like(counts)  # ranks that share an expert have all seen its tokens
+            counts = torch.zeros_like(counts)  # ranks that share an expert have all counted its tokens
         amax = largest_of_ranks(amax)
         dist.all_reduce(counts)
         self._forget()

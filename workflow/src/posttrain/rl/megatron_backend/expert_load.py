@@ -1,4 +1,4 @@
-"""How evenly the tokens of updates are spread over experts, seen at the routers."""
+"""Measures at the routers how evenly training tokens are spread over experts."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from posttrain.rl.megatron_backend.ranks import largest_of_ranks
 
 
 class ExpertLoad:
-    """Counts the tokens that each expert sees in forward passes that are differentiated.
+    """Counts each expert's tokens in forward passes with gradients.
 
     Args:
-        chunks: This rank's part of the model, on its device. Its routers' counters of tokens, from which Megatron
-            updates their bias, become FP32: BF16 counts to 256.
+        chunks: This rank's part of the model, on its device. The routers' token counters, from which Megatron updates
+            the expert bias, are made FP32, because BF16 counts only to 256.
     """
 
     def __init__(self, chunks: Iterable[torch.nn.Module]):
@@ -33,7 +33,7 @@ class ExpertLoad:
 
     @property
     def biases(self) -> list[torch.Tensor]:
-        """The bias of each router that has one, [E] fp32."""
+        """Expert bias of each router that has one, [E] fp32."""
         return [router.expert_bias for router in self._routers if router.expert_bias is not None]
 
     def _forget(self) -> None:
@@ -43,14 +43,14 @@ class ExpertLoad:
         }
 
     def _count(self, router: TopKRouter, _: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
-        # Without gradients, a pass asks for log-probabilities, or is repeated in the backward pass.
+        # A pass without gradients computes log-probabilities, or is recomputed in the backward pass.
         if torch.is_grad_enabled():
             self._seen[router] += output[1].detach().sum(0)
 
     @torch.no_grad()
     def take(self) -> dict[str, float]:
         """Return the metrics since the last call, over the layers of all stages; collective. Empty without experts."""
-        # Over layers, the largest: busiest expert over the mean, bias; the sum: the former, idle experts, layers.
+        # Maximum over layers: busiest expert over the mean, bias. Sum over layers: the former, idle experts, layers.
         largest = torch.zeros(2, dtype=torch.float64, device=self._device)
         total = torch.zeros(3, dtype=torch.float64, device=self._device)
         if self._routers:

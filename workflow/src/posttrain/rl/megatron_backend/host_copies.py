@@ -1,21 +1,21 @@
 """Copies of a GPU's tensors for a thread that writes them to disk while the main thread goes on.
 
-On the stream that all threads share by default, a copy would wait for what the main thread has begun there: for a
-rollout's end, where ranks wait for it on their GPUs.
+On the default stream, which all threads share, a copy would wait for the main thread's queued work: for the end of the
+rollout, which ranks await on their GPUs.
 """
 
 from __future__ import annotations
 
 import torch
 
-# Larger tensors are copied through the driver's own buffers: torch keeps pinned memory for good, by powers of two.
+# Copy larger tensors through the driver's buffers: torch never frees pinned memory and rounds it to powers of two.
 MOST_PINNED_BYTES = 1 << 28
 
 
 class HostCopies:
-    """Copies tensors to the host as they were, or will be, when this is made: after the present stream's work so far.
+    """Copies tensors to the host with the values they have after the current stream's work queued so far.
 
-    Made by the thread that has changed the tensors; nobody changes them until the last copy is made.
+    Create it in the thread that changed the tensors; do not change them before the last copy.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class HostCopies:
             self._stream.wait_stream(torch.cuda.current_stream())
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor on the host with these values; a tensor that is there already is returned itself."""
+        """Return a copy of the tensor on the host, or the tensor itself if it is already there."""
         if self._stream is None or tensor.device.type != "cuda":
             return tensor.detach().cpu()
         with torch.cuda.stream(self._stream):

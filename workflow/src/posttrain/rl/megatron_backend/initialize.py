@@ -22,9 +22,9 @@ from posttrain.rl.megatron_backend.messages import read_messages_by_list
 from posttrain.rl.megatron_backend.packed_rotary import rotate_packed_rows_at_once
 from posttrain.rl.megatron_backend.plain_data import forget_control_group, open_control_group
 
-# torch's limit stands behind `launch.hang_timeout_seconds`: that names the rank that is behind, this ends all nameless.
+# torch's timeout must exceed `launch.hang_timeout_seconds`, which names the late rank; torch's names none.
 MIN_COLLECTIVE_SECONDS = 1800.0
-# A rollout takes as long as it takes; the launcher sees whether it goes on.
+# A rollout has no fixed limit; the launcher watches its progress.
 LONGEST_WAIT = timedelta(days=1)
 
 
@@ -32,8 +32,8 @@ LONGEST_WAIT = timedelta(days=1)
 def joined_ranks(config: Config) -> Iterator[None]:
     """Join the other ranks for the block; see `initialize`.
 
-    After an error the process ends without taking the groups apart. A thread of its own may be in a collective that
-    will never be complete, where nothing can interrupt it; groups, and Python at its own end, would wait for it.
+    After an error the process exits without destroying the groups. One of its threads may be stuck in a collective that
+    cannot be interrupted, and both destroying the groups and Python's exit would wait for it.
     """
     initialize(config)
     try:
@@ -51,15 +51,15 @@ def _end_now() -> None:
 
 
 def initialize(config: Config) -> None:
-    """Join the other ranks and lay out the parallel groups.
+    """Join the other ranks and create the parallel groups.
 
-    Where they meet comes from the environment, see `join_ranks`.
+    The rendezvous comes from the environment, see `join_ranks`.
 
     Args:
         config: The resolved configuration.
 
     Raises:
-        RuntimeError: When the ranks do not find each other.
+        RuntimeError: The rendezvous failed.
     """
     if config.hardware.device == "cpu":
         enable_cpu()
@@ -86,7 +86,7 @@ def initialize(config: Config) -> None:
 
 
 def shut_down() -> None:
-    """Leave the parallel groups."""
+    """Destroy the parallel groups."""
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
     forget_control_group()

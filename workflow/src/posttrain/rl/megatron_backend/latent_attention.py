@@ -1,4 +1,4 @@
-"""Megatron's MLA with the down-projections whole on every tensor-parallel rank, and with a query latent or without."""
+"""Megatron's MLA with down-projections replicated over tensor-parallel ranks, with or without a query latent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _RESOLVED = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layern
 
 
 class LatentAttention(MLASelfAttention):
-    """MLA of the layer's own parts."""
+    """MLA built from the layer's own submodules."""
 
     def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
@@ -23,5 +23,5 @@ class LatentAttention(MLASelfAttention):
         self.linear_kv_down_proj = ReplicatedLinear(config, config.hidden_size, kv_width)
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
-        """Return the parts as they are given: without a query latent Megatron would ask for a norm of the query."""
+        """Return the submodules unchanged; Megatron would require a query norm without a query latent."""
         return {name: getattr(submodules, name) for name in _RESOLVED}

@@ -1,7 +1,7 @@
-"""Which module stands where in a decoder layer, for every family: chosen by what the model's dimensions name.
+"""Selects the modules of a decoder layer for every model family, by the model's dimensions.
 
-One spec serves Megatron's local modules and Transformer Engine. Norms are never fused into the linear behind them: the
-indexer needs the normalised latent itself, and parameter names stay the same on every machine.
+One spec serves Megatron's local modules and Transformer Engine. Norms are never fused into the next linear layer: the
+indexer needs the normalised latent, and parameter names stay the same on every machine.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from posttrain.rl.megatron_backend.glm5.router import OneExpertRouter
 from posttrain.rl.megatron_backend.latent_attention import LatentAttention
 from posttrain.rl.megatron_backend.packed_attention import PackedAttention
 
-# Where checkpoints have norms that Transformer Engine's fused layers, by which they are named, hold themselves.
+# Checkpoint names of norms; checkpoints follow Transformer Engine's fused layers, which contain the norm.
 ATTENTION_NORM = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
 MLP_NORM = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
@@ -47,7 +47,7 @@ def block_spec(config: TransformerConfig, use_transformer_engine: bool, chunk: i
         config: Megatron's configuration.
         use_transformer_engine: Linear layers, experts, norms and dense attention of Transformer Engine (CUDA) instead
             of Megatron's own and ours.
-        chunk: Its number on this rank.
+        chunk: The chunk's number on this rank.
     """
     backend = TESpecProvider() if use_transformer_engine else _Local()
     first = get_transformer_layer_offset(config, chunk)
@@ -57,7 +57,7 @@ def block_spec(config: TransformerConfig, use_transformer_engine: bool, chunk: i
 
 
 class _Local(LocalSpecProvider):
-    """Megatron's own modules, and our norm and attention."""
+    """Megatron's local modules with our norm and attention."""
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type:
         return RMSNorm
@@ -67,7 +67,7 @@ class _Local(LocalSpecProvider):
 
 
 def _has_experts(config: TransformerConfig, layer: int) -> bool:
-    """Tell it of a layer; a number instead of a list is Megatron's word for all layers alike."""
+    """Return whether a layer is MoE; Megatron gives a number instead of a list if all layers are alike."""
     frequencies = config.moe_layer_freq
     return bool(config.num_moe_experts and (frequencies == 1 or frequencies[layer]))
 
@@ -127,7 +127,7 @@ def _latent_attention(config: TransformerConfig, backend: BackendSpecProvider) -
 def _latent_norm(
     norm: Callable[..., torch.nn.Module], config: TransformerConfig, hidden_size: int, **_: Any
 ) -> torch.nn.Module:
-    """Build a norm of MLA's latents, whose epsilon is not the layers'."""
+    """Build a norm of MLA's latents, with its own epsilon."""
     return norm(config=config, hidden_size=hidden_size, eps=LATENT_NORM_EPS)
 
 

@@ -1,6 +1,6 @@
-"""What ranks may send each other as pickles while torch and Megatron save and load: plans, and why a rank failed.
+"""Restricts the pickles that ranks exchange while torch and Megatron save and load: to plans and exceptions.
 
-torch's collectives of objects unpickle whatever comes, and gloo asks nobody who he is.
+torch's object collectives unpickle anything they receive, and gloo does not authenticate peers.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _MESSAGE_CLASSES = {
     f"{_FORMAT}storage": {"WriteResult"},
     "megatron.core.dist_checkpointing.mapping": {"ShardedObject", "ShardedTensor"},
     "traceback": {"FrameSummary", "StackSummary"},
-    # What reading and writing a checkpoint raises, besides the exceptions below.
+    # Exceptions of reading and writing a checkpoint, besides those below.
     "_pickle": {"PicklingError", "UnpicklingError"},
     "json.decoder": {"JSONDecodeError"},
     "struct": {"error"},
     "zipfile": {"BadZipFile", "LargeZipFile"},
     "zlib": {"error"},
 }
-# Whose exceptions are made anew from what a message says; those of others may do anything when they are made.
+# Modules whose exceptions may be constructed from a message; constructors of others may run arbitrary code.
 _RAISED_BY = ("builtins", "megatron", "posttrain", "torch")
 
 
 class MessageUnpickler(FormatUnpickler):
-    """Unpickles plans of saves and loads, and exceptions; everything else is refused by name."""
+    """Unpickles save and load plans, and exceptions; refuses everything else by name."""
 
     CLASSES: Mapping[str, Set[str]] = {
         module: FORMAT_CLASSES.get(module, set()) | _MESSAGE_CLASSES.get(module, set())
@@ -41,13 +41,13 @@ class MessageUnpickler(FormatUnpickler):
     }
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a class of a plan, or of an exception that is loaded already.
+        """Return a class used in plans, or an exception class that is already imported.
 
         Raises:
             UnpicklingError: For anything else.
         """
         if module.partition(".")[0] in _RAISED_BY:
-            # Not getattr: modules may import what they are asked for.
+            # Not getattr, which may trigger a module's lazy imports.
             found = getattr(sys.modules.get(module), "__dict__", {}).get(name)
             if isinstance(found, type) and issubclass(found, BaseException):
                 return found
@@ -62,10 +62,10 @@ class MessageUnpickler(FormatUnpickler):
 
 
 def read_messages_by_list() -> None:
-    """Let torch's collectives of objects read with `MessageUnpickler`, in this process.
+    """Make torch's object collectives in this process use `MessageUnpickler`.
 
     Raises:
-        RuntimeError: This torch keeps its reader somewhere else.
+        RuntimeError: This torch version keeps its unpickler elsewhere.
     """
     if not hasattr(distributed_c10d, "_unpickler"):
         raise RuntimeError(

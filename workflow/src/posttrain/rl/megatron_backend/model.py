@@ -1,6 +1,6 @@
-"""Builds what a rank trains: model, data-parallel wrapper, optimizer.
+"""Builds a rank's model, data-parallel wrapper and optimizer.
 
-A rank holds a list of chunks, runs of consecutive layers: one, or with interleaved pipeline stages several.
+A rank holds a list of chunks of consecutive layers: one, or several with interleaved pipeline stages.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Policy:
 
     Args:
         config: The resolved configuration.
-        chunks: The bare model of this pipeline stage, first chunk to last; its parameters are the wrapped ones.
-        wrapped: The same behind Megatron's data-parallel wrapper; this is what forward and backward run on.
+        chunks: The bare model of this pipeline stage, in order; shares its parameters with `wrapped`.
+        wrapped: The same in Megatron's data-parallel wrapper, for forward and backward passes.
         optimizer: Megatron's distributed optimizer; None for a policy that is only evaluated.
-        expert_load: Counts what the experts of this stage see.
-        replay: Has tokens go to the experts that the engine has chosen; None where the routers choose.
+        expert_load: Counts the tokens of this stage's experts.
+        replay: Replays the engine's expert routing; None if the routers choose.
     """
 
     config: Config
@@ -54,17 +54,17 @@ class Policy:
 
     @property
     def settings(self) -> TransformerConfig:
-        """Megatron's settings, which all chunks share."""
+        """Megatron's config, shared by all chunks."""
         return self.chunks[0].config
 
     @property
     def device(self) -> torch.device:
-        """Where it is computed."""
+        """Device of the parameters."""
         return next(self.chunks[0].parameters()).device
 
     @property
     def buffers(self) -> list[_ParamAndGradBuffer]:
-        """The buffers of weights and gradients, of each chunk those of its experts last."""
+        """Weight and gradient buffers; within each chunk, those of experts come last."""
         return [buffer for chunk in self.wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
@@ -74,7 +74,7 @@ class Policy:
 
     @contextmanager
     def at_temperature(self, temperature: float) -> Iterator[None]:
-        """Have log-probabilities of another temperature than the rollout's, within the block."""
+        """Use another temperature than the rollout's for log-probabilities within the block."""
         before = [chunk.temperature for chunk in self.chunks]
         try:
             for chunk in self.chunks:
@@ -86,7 +86,7 @@ class Policy:
 
 
 def build_model(config: Config) -> list[LogprobModel]:
-    """Return this rank's chunks of the model; weights are not initialised, they come from a checkpoint."""
+    """Return this rank's chunks of the model, uninitialised: weights come from a checkpoint."""
     settings = transformer_config(config)
     num_chunks = config.parallel.virtual_pipeline_model_parallel_size
     return [_build_chunk(config, settings, number) for number in range(num_chunks)]
@@ -119,10 +119,10 @@ def _build_chunk(config: Config, settings: TransformerConfig, number: int) -> Lo
 
 
 def _forget_routes(layer: MoELayer, *_: Any) -> None:
-    """Let a dispatcher forget the probabilities of its last routes, which Megatron leaves there until the next pass.
+    """Drop the routing probabilities that Megatron's dispatcher keeps until the next pass.
 
-    Their history leads to the layer's recomputed input and its gradient, which would stay as long: of GLM-5's first
-    stage on 16 nodes 2 GiB.
+    Their autograd graph keeps the layer's recomputed input and its gradient alive: 2 GiB in GLM-5's first stage on 16
+    nodes.
     """
     dispatcher = layer.token_dispatcher
     for keeper in (dispatcher, getattr(dispatcher, "_comm_manager", dispatcher)):
@@ -138,7 +138,7 @@ def build_policy(config: Config) -> Policy:
         log.info("sparse attention: %s, because %s", kernel.name, kernel.reason)
     chunks = build_model(config)
     settings = chunks[0].config
-    # As Megatron's own training does: what later chunks exchange waits for nobody, so it travels in one piece.
+    # As in Megatron's own training: communication of later chunks overlaps with nothing, so use a single bucket.
     wrapped = [
         DistributedDataParallel(
             settings,
@@ -148,12 +148,12 @@ def build_policy(config: Config) -> Policy:
         )
         for number, chunk in enumerate(chunks)
     ]
-    # The loss is already the sum over the global batch: gradients are added over ranks and divided by nothing.
+    # The loss is already the sum over the global batch, so gradients are summed over ranks without scaling.
     settings.finalize_model_grads_func = lambda chunks, _num_tokens, **kwargs: finalize_model_grads(
         chunks, None, **kwargs
     )
     settings.grad_scale_func = None
-    # Schedules ask for it, to leave gradients where they are until a chunk's last micro-batch.
+    # Schedules use it to delay gradient synchronisation until a chunk's last micro-batch.
     settings.no_sync_func = partial(_no_sync, wrapped)
     optimizer = get_megatron_optimizer(optimizer_config(config), wrapped)
     replay = RoutingReplay(config, wrapped) if config.algorithm.routing_replay else None
@@ -161,11 +161,11 @@ def build_policy(config: Config) -> Policy:
 
 
 def build_for_passes(config: Config) -> Policy:
-    """Return the model of this rank for forward passes alone: no gradients, no optimizer."""
+    """Return this rank's model for forward passes only: no gradients, no optimizer."""
     chunks = build_model(config)
     settings = chunks[0].config
     wrapped = [Float16Module(settings, chunk) if settings.bf16 else chunk for chunk in chunks]
-    # The schedules ask no more of a module than to be called.
+    # The schedules only call the module.
     return Policy(config, chunks, cast(list[DistributedDataParallel], wrapped), None, ExpertLoad(chunks))
 
 
@@ -178,9 +178,9 @@ def _no_sync(wrapped: Sequence[DistributedDataParallel]) -> Iterator[None]:
 
 
 def _fuse_gradient_accumulation(model: torch.nn.Module) -> None:
-    """Let Transformer Engine's products of weight gradients add to Megatron's FP32 buffers themselves.
+    """Let Transformer Engine's weight gradient GEMMs accumulate directly into Megatron's FP32 buffers.
 
-    Megatron's flag for it would ask for Apex's kernel as well, for an output layer whose product is ours.
+    Megatron's flag for this also requires Apex's kernel for the output layer, whose GEMM is ours.
     """
     for part in model.modules():
         if hasattr(part, "fuse_wgrad_accumulation"):

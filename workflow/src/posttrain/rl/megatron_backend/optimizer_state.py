@@ -1,20 +1,21 @@
-"""The optimizer's state as boxes of whole tensors: what a rank holds goes into a checkpoint as it lies there.
+"""The optimizer's state as boxes of whole tensors, so that each rank saves its state without a gather.
 
-In Megatron's distributed optimizer weights stand one after the other in a buffer, of which each data-parallel rank
-holds one run of elements. Its part of a weight may start and end within a row and is at most a few boxes; of a 4 x 6
-weight, elements 4 to 21:
+Megatron's distributed optimizer concatenates weights in a buffer, of which each data-parallel rank holds one run of
+elements. A rank's part of a weight may start and end within a row, and consists of at most a few boxes. Elements 4 to
+21 of a 4 x 6 weight:
 
     . . . . a a      the end of a row
     b b b b b b      whole rows
     b b b b b b
     c c c . . .      the beginning of a row
 
-Each is a view of the rank's own FP32 tensors, so a save gathers and copies nothing, every rank writes its own part, and
-another layout reads the boxes that it meets. Keys and shapes are those of Megatron's "fully_reshardable"; for that form
-each rank gathers the whole state of its weights first, 12 B per parameter in host memory and whole buckets on the GPU.
+Each box is a view of the rank's own FP32 tensors. A save therefore gathers and copies nothing, every rank writes its
+own part, and another layout reads the boxes that overlap its own. Keys and shapes are those of Megatron's
+"fully_reshardable" format, for which Megatron itself first gathers the whole state of each rank's weights: 12 B per
+parameter in host memory and whole buckets on the GPU.
 
 Source: megatron-core 0.19.2, `core/optimizer/distrib_optimizer.py`: the runs, and `sharded_param_state_fs_model_space`,
-which names them in a form that checkpoints no longer take.
+which names them in a format that checkpoints no longer accept.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-# What Megatron calls the FP32 master copy where it reads it back.
+# Megatron's key of the FP32 master copy when it loads.
 MAIN_WEIGHT = {"param": "fp32_param"}
 
 
 def sharded_state(optimizer: MegatronOptimizer, weights: ShardedStateDict) -> list[ShardedTensor]:
-    """Return master weights and moments of this rank, to be written, or to be filled by a load.
+    """Return this rank's master weights and moments as sharded tensors, to be saved or loaded in place.
 
     Args:
-        optimizer: It has moments when it has made a step, or `allocate_state` has run.
-        weights: Sharded weights of the model, by which the state is named and placed.
+        optimizer: Has moments only after a step or `allocate_state`.
+        weights: The model's sharded weights, which give the state its names and offsets.
     """
     by_weight = {named.data: named for named in weights.values()}
     return [
@@ -56,7 +57,7 @@ def sharded_state(optimizer: MegatronOptimizer, weights: ShardedStateDict) -> li
 
 
 def state_tensors(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
-    """Yield what this rank's optimizer holds: what it moves, and what it remembers of it."""
+    """Yield the tensors of this rank's optimizer: master weights and their state."""
     for part in _parts(optimizer):
         for group in part.optimizer.param_groups:
             for weight in group["params"]:
@@ -65,13 +66,13 @@ def state_tensors(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
 
 
 def count_steps(optimizer: MegatronOptimizer) -> int:
-    """Return how many updates the optimizer has made."""
+    """Return the number of updates that the optimizer has made."""
     groups = (group for part in _parts(optimizer) for group in part.state_dict()["optimizer"]["param_groups"])
     return max(group.get("step", 0) for group in groups)
 
 
 def allocate_state(optimizer: MegatronOptimizer) -> None:
-    """Give an optimizer that has made no step the tensors that a load fills."""
+    """Allocate the state of an optimizer that has made no step, for a load to fill."""
     for part in _parts(optimizer):
         if make := _own_state_of(part):
             for group in part.optimizer.param_groups:
@@ -82,14 +83,14 @@ def allocate_state(optimizer: MegatronOptimizer) -> None:
 
 
 def restore_state(optimizer: MegatronOptimizer, steps: int) -> None:
-    """Take over what a load has filled; hyperparameters stay those of the configuration.
+    """Apply a loaded state; hyperparameters remain those of the configuration.
 
     Args:
         optimizer: Its `sharded_state` has been filled.
         steps: `count_steps` when it was saved.
     """
     for part in _parts(optimizer):
-        if _own_state_of(part):  # what was filled is the state itself
+        if _own_state_of(part):  # the load filled the state itself
             for group in part.optimizer.param_groups:
                 group["step"] = steps
             continue
@@ -100,21 +101,21 @@ def restore_state(optimizer: MegatronOptimizer, steps: int) -> None:
             {MAIN_WEIGHT.get(name, name): values for name, values in _state_of(part, weight).items()}
             for weight, _ in _runs(part)
         ]
-        # Loading may allocate anew: Megatron copies the values to where they belong.
+        # The load may have allocated new tensors: Megatron copies the values to their place.
         kind = {"param_state": dict(enumerate(filled)), "param_state_sharding_type": "fully_sharded_model_space"}
         part.load_state_dict({**settings, **kind})
 
 
 def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield the boxes that make up a run of elements of a row-major tensor, in its order.
+    """Yield the boxes that a run of elements of a row-major tensor consists of, in order.
 
     Args:
-        shape: Of the tensor.
+        shape: Shape of the tensor.
         start: First element of the run.
-        stop: End of the run.
+        stop: End of the run (exclusive).
 
     Yields:
-        Offsets and sizes of a box.
+        Offsets and sizes of each box.
 
     Example:
         Elements 4 to 21 of 4 x 6: ((0, 4), (1, 2)), ((1, 0), (2, 6)), ((3, 0), (1, 3)).
@@ -142,14 +143,14 @@ def _in_one_row(
 
 
 def _parts(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
-    """Return the optimizers of dense weights and of experts; a stage may have only one of them."""
+    """Return the optimizers of dense and of expert weights; a stage may have only one of them."""
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
 def _own_state_of(part: DistributedOptimizer) -> Callable[..., None] | None:
-    """Return how Transformer Engine's optimizer on the GPU makes a weight's state; None for other optimizers.
+    """Return Transformer Engine's function that allocates a weight's state on the GPU; None for other optimizers.
 
-    It would have all moments twice while it loads a state (`FusedAdam.load_state_dict`).
+    Its own load (`FusedAdam.load_state_dict`) would hold all moments twice.
     """
     return getattr(part.optimizer, "initialize_state", None)
 
@@ -173,9 +174,9 @@ def _pieces(named: ShardedBase, run: Any, values: torch.Tensor, prefix: str) -> 
 
     Args:
         named: The weight's sharding; a factory where it consists of several blocks (gate and up).
-        run: The elements of it that this rank holds.
+        run: The elements that this rank holds.
         values: Their state, flat.
-        prefix: Of the keys.
+        prefix: Prefix of the keys.
     """
     blocks = nested_values(named.build()) if isinstance(named, ShardedTensorFactory) else [named]
     for block in blocks:
@@ -194,7 +195,7 @@ def _pieces(named: ShardedBase, run: Any, values: torch.Tensor, prefix: str) -> 
                 global_shape=block.global_shape,
                 global_offset=tuple(map(sum, zip(block.global_offset, here, strict=True))),
                 axis_fragmentations=None,
-                # Of its run a data-parallel rank is the only one.
+                # Each run belongs to exactly one data-parallel rank.
                 replica_id=(*block.replica_id[:2], 0),
             )
             at += math.prod(sizes)

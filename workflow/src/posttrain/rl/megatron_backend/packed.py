@@ -1,9 +1,9 @@
-"""Packed sequences: several of different length in one row of tokens, and the way to and from blocks of equal length.
+"""Packed sequences: several of different length in one row of tokens, and their conversion to and from padded blocks.
 
-Attention works block by block. A block holds sequences that are about as long as each other, so that padding them to
-the longest costs less than calling the kernels once more; a long sequence has a block of its own.
+Attention works block by block. A block holds sequences of similar length, so that padding them to the longest costs
+less than another kernel launch; a long sequence has its own block.
 
-Shapes: B sequences of a block, S the longest of them, T tokens of the row.
+Shapes: B sequences per block, S the longest of them, T tokens of the row.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
-# Scores (query times key) whose computation takes about as long as the calls that a block of its own needs.
+# Attention scores (query times key) whose computation takes about as long as the launches of another block.
 SCORES_PER_CALL = 128**2
-# A block of several sequences has at most so many scores: they are held for all of its sequences at a time.
+# Most scores of a block with several sequences, because the scores of all its sequences exist at the same time.
 SCORES_PER_BLOCK = 2**20
 
 
 @dataclass(frozen=True)
 class Spread:
-    """The way of a row's tokens to blocks, and back.
+    """Maps a row's tokens to padded blocks and back.
 
     Args:
-        places: [T] int64, place of each token in the blocks laid end to end; None where the row is that already.
+        places: [T] int64, position of each token in the concatenated blocks; None if it equals that in the row.
         blocks: (B, S) of each block.
     """
 
@@ -36,12 +36,12 @@ class Spread:
 
     @staticmethod
     def to(places: torch.Tensor, blocks: Sequence[tuple[int, int]], device: torch.device) -> Spread:
-        """Return the way to such places; where they follow each other nothing has to be moved."""
+        """Return the mapping to these positions; consecutive positions need no copy."""
         in_order = sum(size * longest for size, longest in blocks) == len(places) and bool((places.diff() == 1).all())
         return Spread(None if in_order else places.to(device), tuple(blocks))
 
     def split(self, row: torch.Tensor) -> list[torch.Tensor]:
-        """Spread `row` [T, ...] over blocks [B, S, ...] whose missing places are zero."""
+        """Spread `row` [T, ...] over blocks [B, S, ...], padded with zeros."""
         sizes = [size * longest for size, longest in self.blocks]
         if self.places is not None:
             row = row.new_zeros(sum(sizes), *row.shape[1:]).index_copy(0, self.places, row)
@@ -49,28 +49,28 @@ class Spread:
         return [part.unflatten(0, block) for part, block in parts]
 
     def join(self, blocks: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Collect the tokens of blocks [B, S, ...] into a row [T, ...]."""
+        """Gather the tokens of blocks [B, S, ...] into a row [T, ...]."""
         row = torch.cat([block.flatten(0, 1) for block in blocks])
         return row if self.places is None else row.index_select(0, self.places)
 
 
 @dataclass(kw_only=True)
 class PackedSequences(PackedSeqParams):
-    """What attention needs to know about a packed row; Megatron hands it to every layer unchanged.
+    """Attention metadata of a packed row; Megatron passes it to every layer unchanged.
 
-    Context-parallel ranks share a row: each sequence is cut into two chunks a rank, of which rank r has those that are
-    the r-th from the beginning and from the end; so all ranks have about as many scores. A rank has the queries of its
-    own tokens; keys are gathered from all.
+    Context-parallel ranks share a row. Each sequence is cut into two chunks per rank; rank r holds the r-th chunk from
+    the start and the r-th from the end, which balances the causal scores. A rank has the queries of its own tokens;
+    keys are gathered from all ranks.
 
     Args:
-        position_ids: [T_own] int64, position of each of this rank's tokens in its own sequence.
-        queries: The way of this rank's tokens to blocks, each of one chunk of some sequences.
-        keys: The way of all ranks' tokens, one rank behind the other, to blocks of whole sequences.
-        spans: For each block of queries (block of keys, how many of them end with the block's last query).
-        own: [T_own] int64, which of the row's tokens are this rank's; None: all.
-        order: [T] int64, place of each of the row's tokens where one rank's are behind the other's; None: as they are.
-        kept_keys: Number of a layer -> what it lets each block of queries attend to, for the layers that take it over.
-        routes: Number of a layer -> experts of this rank's tokens [T_own, K], where the router does not choose them.
+        position_ids: [T_own] int64, position of each of this rank's tokens in its sequence.
+        queries: Mapping of this rank's tokens to blocks, each with one chunk of some sequences.
+        keys: Mapping of all ranks' tokens, concatenated by rank, to blocks of whole sequences.
+        spans: For each block of queries (block of keys, number of keys up to the block's last query).
+        own: [T_own] int64, this rank's tokens in the row; None: all.
+        order: [T] int64, position of each of the row's tokens in the concatenation by rank; None: unchanged.
+        kept_keys: Layer number -> its selected keys per block of queries, for the layers that reuse them.
+        routes: Layer number -> experts of this rank's tokens [T_own, K], if the router does not choose them.
     """
 
     position_ids: torch.Tensor
@@ -84,18 +84,18 @@ class PackedSequences(PackedSeqParams):
 
     @staticmethod
     def from_boundaries(cu_seqlens: torch.Tensor, rank: int = 0, num_ranks: int = 1) -> PackedSequences:
-        """Describe a row by its boundaries.
+        """Build the metadata of a row from its sequence boundaries.
 
         Args:
-            cu_seqlens: [number of sequences + 1] int32, their starts and the end of the last. Where ranks share the
-                row, each sequence has a multiple of twice as many tokens.
-            rank: This one of the ranks that share the row.
-            num_ranks: How many do.
+            cu_seqlens: [number of sequences + 1] int32, their starts and the end of the last. With several ranks, each
+                sequence's length must be divisible by `2 * num_ranks`.
+            rank: This rank's context-parallel rank.
+            num_ranks: Context-parallel size.
 
         Example:
-            Boundaries (0, 3, 5): positions (0, 1, 2, 0, 1); one block of two sequences and three places each, which
-            the tokens take as (0, 1, 2, 3, 4). Boundaries (0, 8), rank 0 of 2: positions (0, 1, 6, 7), of which the
-            first two see the first two keys, and the others eight.
+            Boundaries (0, 3, 5): positions (0, 1, 2, 0, 1); one block of two sequences with three positions each, of
+            which the tokens take (0, 1, 2, 3, 4). Boundaries (0, 8), rank 0 of 2: positions (0, 1, 6, 7); the first
+            two see the first two keys, the others all eight.
         """
         device, lengths = cu_seqlens.device, cu_seqlens.diff().cpu().long()
         num_chunks = 2 * num_ranks if num_ranks > 1 else 1
@@ -116,7 +116,7 @@ class PackedSequences(PackedSeqParams):
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens,
             cu_seqlens_kv=cu_seqlens,
-            # Transformer Engine asks for them where ranks share the row; padding counts as a sequence's own tokens.
+            # Transformer Engine requires them under context parallelism; padding counts as part of its sequence.
             cu_seqlens_q_padded=cu_seqlens if is_shared else None,
             cu_seqlens_kv_padded=cu_seqlens if is_shared else None,
             max_seqlen_q=longest,
@@ -134,9 +134,9 @@ class PackedSequences(PackedSeqParams):
         return row if self.own is None else row[self.own]
 
     def whole(self, own: torch.Tensor) -> torch.Tensor:
-        """Return the row [T, ...] of which each rank has its tokens [T_own, ...]; collective.
+        """Gather the row [T, ...] from each rank's tokens [T_own, ...]; collective.
 
-        All ranks have to compute the same of it: its gradient on each is that of all.
+        All ranks must compute the same from it: each rank's gradient counts as the gradient of all.
         """
         return own if self.order is None else _gather(own, is_used_alike=True).index_select(0, self.order)
 
@@ -146,16 +146,16 @@ class PackedSequences(PackedSeqParams):
         The last query and the last key have the same position; so query c may see the keys up to S - C + c.
 
         Args:
-            own: [T_own, ...], keys, or values, of this rank's tokens.
+            own: [T_own, ...], keys or values of this rank's tokens.
         """
         return self._of_spans(self.gather_row(own))
 
     def gather_row(self, own: torch.Tensor) -> torch.Tensor:
-        """Return the tokens [T, ...] of all ranks, one rank's behind the other's; collective."""
+        """Return the tokens [T, ...] of all ranks, concatenated by rank; collective."""
         return own if self.order is None else _gather(own, is_used_alike=False)
 
     def key_places(self) -> list[torch.Tensor]:
-        """Return for each block of queries the places [B, S] int64 of its keys in `gather_row`; of padding 0."""
+        """Return for each block of queries the positions [B, S] int64 of its keys in `gather_row`; 0 for padding."""
         count = len(self.position_ids) if self.order is None else len(self.order)
         return self._of_spans(torch.arange(count, device=self.position_ids.device))
 
@@ -165,7 +165,7 @@ class PackedSequences(PackedSeqParams):
 
 
 def _gather(own: torch.Tensor, is_used_alike: bool) -> torch.Tensor:
-    """Return the tokens of all context-parallel ranks, one after the other; gradients return to their own rank."""
+    """All-gather tokens over context-parallel ranks; gradients return to their own rank."""
     group = parallel_state.get_context_parallel_group()
     return gather_from_sequence_parallel_region(own, tensor_parallel_output_grad=not is_used_alike, group=group)
 
@@ -173,16 +173,16 @@ def _gather(own: torch.Tensor, is_used_alike: bool) -> torch.Tensor:
 def _lay_out(
     lengths: torch.Tensor, members: Sequence[Sequence[int]], num_chunks: int, chosen: Sequence[int]
 ) -> tuple[torch.Tensor, list[tuple[int, int]], list[tuple[int, int]]]:
-    """Give the tokens of some chunks places in blocks, each from a first position to a last that its sequences share.
+    """Assign the tokens of some chunks to block positions; a block covers one range of positions of its sequences.
 
     Args:
         lengths: [number of sequences] int64.
-        members: Sequences of each group, the longest first.
-        num_chunks: Of equal length, of each sequence.
-        chosen: Chunks that get blocks, in this order in each group.
+        members: Sequences of each group, longest first.
+        num_chunks: Equal chunks per sequence.
+        chosen: Chunks that get blocks, in this order within each group.
 
     Returns:
-        [chosen, sequences] the place of position 0, (B, S) of the blocks, (group, last position + 1) of the blocks.
+        [chosen, sequences] block position of token 0, (B, S) of each block, (group, last position + 1) of each block.
     """
     starts, blocks, spans, end = torch.zeros(len(chosen), len(lengths), dtype=torch.int64), [], [], 0
     for group, sequences in enumerate(members):
@@ -197,11 +197,11 @@ def _lay_out(
 
 
 def _blocks(lengths: Sequence[int]) -> list[list[int]]:
-    """Put sequences of about the same length together, the longest first.
+    """Group sequences of similar length, longest first.
 
     Example:
-        Lengths (10, 2000, 12, 1990): 2000 and 1990 waste 39,900 scores together, more than a call is worth: alone.
-        10 and 12 share a block.
+        Lengths (10, 2000, 12, 1990): 2000 and 1990 together would waste 39,900 scores, more than a launch costs, so
+        each has its own block. 10 and 12 share one.
     """
     blocks: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):

@@ -1,6 +1,6 @@
-"""Dense causal attention inside each sequence of a packed row, where Transformer Engine's is not there.
+"""Dense causal attention inside each sequence of a packed row, for use without Transformer Engine.
 
-Megatron's own local attention refuses packed rows, and keys that are wider than values (MLA).
+Megatron's own local attention supports neither packed rows nor keys wider than values (MLA).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from posttrain.rl.megatron_backend.packed import PackedSequences
 
 
 class PackedAttention(MegatronModule):
-    """torch's fused attention, over sequences of about the same length at a time.
+    """torch's fused attention over blocks of sequences of similar length.
 
     Args:
         config: Megatron's configuration.
-        softmax_scale: Factor on the dot products; None: one over the root of the heads' width.
+        softmax_scale: Factor on the dot products; None: 1 / sqrt(D).
     """
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any):
@@ -39,10 +39,10 @@ class PackedAttention(MegatronModule):
         """Attend.
 
         Args:
-            query: [T, N, D], N heads of this rank; of its own tokens, where ranks share a row.
+            query: [T, N, D], N heads of this rank; only its own tokens under context parallelism.
             key: [T, G, D], G heads that divide N.
             value: [T, G, D_v].
-            attention_mask: Has to be None: causality inside each sequence is implied.
+            attention_mask: Must be None: causality inside each sequence is implied.
             packed_seq_params: How the row is packed.
 
         Returns:

@@ -1,7 +1,7 @@
-"""Rotary positions of a packed row, in one piece.
+"""Rotary embedding of a whole packed row at once.
 
-Where no fused kernel serves (interleaved pairs of MLA, CPUs), Megatron rotates one sequence of a row after the other:
-ten small operations for each of them, in each layer, forward, recomputed and backward. The bits are the same.
+Without a fused kernel (MLA's interleaved pairs, CPUs), Megatron rotates a row's sequences one by one: ten small
+operations for each, in each layer, in forward, recomputation and backward. The results are bitwise equal.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from megatron.core.models.common.embeddings import rope_utils
 
 
 def rotate_packed_rows_at_once() -> None:
-    """Let Megatron's attention rotate all sequences of a packed row together."""
+    """Patch Megatron's attention to rotate all sequences of a packed row together."""
     rope_utils._apply_rotary_pos_emb_thd = _rotate
 
 
@@ -31,13 +31,13 @@ def _rotate(
 
 
 def own_positions(cu_seqlens: torch.Tensor, num_tokens: int, rank: int, num_ranks: int) -> torch.Tensor:
-    """Return the position of each token of one context-parallel rank in its own sequence, without asking the device.
+    """Return the position of each of a context-parallel rank's tokens in its sequence, without a device sync.
 
     Args:
         cu_seqlens: [number of sequences + 1] starts of all ranks' sequences, and the end of the last.
-        num_tokens: T, of this rank.
-        rank: This rank, which has the chunks `rank` and `2 num_ranks - 1 - rank` of each sequence.
-        num_ranks: How many share the row.
+        num_tokens: T, this rank's tokens.
+        rank: Context-parallel rank, with chunks `rank` and `2 num_ranks - 1 - rank` of each sequence.
+        num_ranks: Context-parallel size.
 
     Returns:
         [T] int64.

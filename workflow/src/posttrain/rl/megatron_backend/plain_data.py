@@ -1,4 +1,4 @@
-"""Objects between ranks as JSON: unpickling would run what others have written."""
+"""Exchanges objects between ranks as JSON, because unpickling could run a peer's code."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# All ranks, over gloo; None where that is torch's own group of all.
+# All ranks, over gloo; None if torch's default group is gloo.
 _of_all: dist.ProcessGroup | None = None
 
 
 def open_control_group(timeout: timedelta) -> None:
-    """Send objects between all ranks over gloo from now on; collective.
+    """Exchange objects between all ranks over gloo from now on; collective.
 
-    A rank that waits for a rollout in a collective of NCCL keeps its GPU busy, on which engines decode.
+    A rank that waits for a rollout in an NCCL collective would keep its GPU busy, which engines need for decoding.
     """
     global _of_all
     _of_all = dist.new_group(backend="gloo", timeout=timeout)
 
 
 def forget_control_group() -> None:
-    """Send objects over torch's default group again, after the gloo group was left."""
+    """Exchange objects over torch's default group again, after the gloo group was destroyed."""
     global _of_all
     _of_all = None
 
 
 def gather_tensors(mine: torch.Tensor, group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
-    """Return the tensors of all ranks, in the order of ranks; collective.
+    """Gather the tensors of all ranks, in rank order; collective.
 
     Args:
-        mine: [n] on the CPU; n may differ from rank to rank, the type may not.
-        group: The ranks; None for all.
+        mine: [n] on the CPU; n may differ between ranks, the dtype may not.
+        group: Process group; None for all ranks.
     """
     group = group or _of_all
     device, count = _device(group), dist.get_world_size(group)
@@ -49,20 +49,20 @@ def gather_tensors(mine: torch.Tensor, group: dist.ProcessGroup | None = None) -
 
 
 def gather_plain(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return what each rank has given, in the order of ranks; collective.
+    """Gather each rank's object, in rank order; collective.
 
     Args:
-        mine: JSON types and dataclasses of them; the others see lists and dictionaries. Floats keep their bits.
-        group: The ranks; None for all.
+        mine: JSON types and dataclasses of them, received as lists and dictionaries. Floats keep their bits.
+        group: Process group; None for all ranks.
     """
     return [_decoded(content) for content in gather_tensors(_encoded(mine), group)]
 
 
 def share_plain(content: Any) -> Any:
-    """Return what rank 0 has given, on every rank; collective. Others may give anything.
+    """Broadcast rank 0's object to every rank; collective. The argument of other ranks is ignored.
 
     Args:
-        content: As `gather_plain` has it.
+        content: Same types as in `gather_plain`.
     """
     device, is_first = _device(_of_all), dist.get_rank() == 0
     message = _encoded(content if is_first else None).to(device)
@@ -82,6 +82,6 @@ def _decoded(content: torch.Tensor) -> Any:
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return where tensors lie that go through the group."""
+    """Return the device for tensors of the group's backend."""
     is_nccl = dist.get_backend(group) == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")

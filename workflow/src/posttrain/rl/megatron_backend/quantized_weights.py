@@ -1,7 +1,7 @@
-"""The policy computes with the numbers that engines compute with, layer by layer.
+"""Runs the policy with the quantized weights that engines serve, layer by layer.
 
-A layer gets them when its forward pass begins, and its own weights again when it ends: besides the weights there is a
-copy of one layer, and no optimizer is asked to bring them back.
+A layer's weights are replaced at the start of its forward pass and restored at its end. This needs a copy of only one
+layer, and no optimizer state to restore from.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from posttrain.rl.megatron_backend.weights import Shard
 
 
 class QuantizedWeights:
-    """Lends the policy the weights that are served.
+    """Replaces the policy's weights with the served ones during forward passes.
 
     Args:
-        policy: What is trained.
-        values: What engines have for this rank's shards.
+        policy: The trained model.
+        values: The engines' form of this rank's shards.
     """
 
     def __init__(self, policy: Policy, values: ServedValues):
         self._policy, self._values = policy, values
-        # By layer; None has the embedding, the last norm and the output matrix.
+        # Shards by layer; None: the embedding, the last norm and the output matrix.
         self._changing: dict[int | None, list[Shard]] = defaultdict(list)
         for shard in values.shards:
             if values.differ(shard):
@@ -37,10 +37,10 @@ class QuantizedWeights:
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Let forward passes compute with them, without gradients; collective. Own weights come back bit for bit."""
+        """Use the served weights in forward passes of the block, without gradients; restores bitwise. Collective."""
         for chunk in self._policy.wrapped:
             for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
-                # Otherwise a forward pass gathers what data-parallel ranks hold at different times.
+                # Otherwise a forward pass would gather data-parallel shards of different states.
                 group.finish_param_sync(skip_next_bucket_dispatch=True)
         magnitudes = self._values.agreed_magnitudes()
         with ExitStack() as stack, torch.no_grad():
@@ -51,7 +51,7 @@ class QuantizedWeights:
             yield
 
     def _lend(self, layer: int | None, magnitudes: Magnitudes) -> Callable[[], None]:
-        """Overwrite a layer's weights; returns what puts them back."""
+        """Overwrite a layer's weights; returns a function that restores them."""
         shards = self._changing.get(layer, [])
         own = [shard.values.clone() for shard in shards]
         for shard in shards:
@@ -66,7 +66,7 @@ class QuantizedWeights:
 
 
 def _around_forward(layer: torch.nn.Module, lend: Callable[[], Callable[[], None]], stack: ExitStack) -> None:
-    """Lend a layer its served weights in each forward pass from now on, until the stack is left."""
+    """Hook a layer to use its served weights in each forward pass until the stack closes."""
     lent: list[Callable[[], None]] = []
 
     def before(*_: object) -> None:

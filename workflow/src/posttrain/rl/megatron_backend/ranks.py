@@ -11,34 +11,34 @@ from posttrain.rl.megatron_backend.plain_data import gather_tensors
 
 
 def seed_random_state(seed: int) -> None:
-    """Set all random state of this process, Megatron's for each parallel group included."""
+    """Seed all random state of this process, including Megatron's per parallel group."""
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
 
 def data_parallel_rank() -> int:
-    """Return which share of the samples is this rank's."""
+    """Return this rank's data-parallel rank."""
     return parallel_state.get_data_parallel_rank()
 
 
 def gather_over_data_parallel(mine: torch.Tensor) -> list[torch.Tensor]:
-    """Return what each data-parallel rank has given, see `gather_tensors`; collective."""
+    """Gather a tensor over data-parallel ranks, see `gather_tensors`; collective."""
     return gather_tensors(mine, parallel_state.get_data_parallel_group())
 
 
 def largest_of_ranks(values: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Return the largest of all ranks' `values`, NaN where any rank has one; collective.
+    """Return the elementwise maximum of all ranks' `values`, NaN if any rank has NaN; collective.
 
-    gloo's maximum keeps a NaN of the group's first rank and loses those of the others.
+    gloo's maximum keeps only the NaNs of the group's first rank.
     """
     is_nan = values.isnan()
-    # -1 where this rank has a number, so the maximum is 0 where any rank has none. A rehearsal takes unknown numbers
-    # for 1 and finds no NaN.
+    # -1 for a number and 0 for NaN, so the maximum is 0 if any rank has NaN. A rehearsal treats unknown numbers as 1
+    # and finds no NaN.
     both = torch.stack([values.masked_fill(is_nan, -torch.inf), -(~is_nan).to(values.dtype)])
     dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
     return both[0].masked_fill(both[1] == 0, torch.nan)
 
 
 def sum_over_data_parallel(values: torch.Tensor) -> None:
-    """Add up `values` of all data-parallel ranks, in place; collective."""
+    """Sum `values` over all data-parallel ranks, in place; collective."""
     dist.all_reduce(values, group=parallel_state.get_data_parallel_group())

@@ -1,11 +1,11 @@
-"""Sends tokens to the experts that the engine has chosen for them, by Megatron Core's own replay of routes.
+"""Routes tokens to the experts that the engine chose, with Megatron Core's router replay.
 
-Trainer and engine round differently, and a token whose ninth expert is nearly as good as its eighth goes elsewhere: its
-log-probability is then that of another network. With replay the choice is the engine's, and the experts' weights are
-those that the trainer's router gives to the chosen ones, through which gradients flow.
+Trainer and engine round differently, so a token whose eighth and ninth experts score nearly equal may be routed
+differently, and its log-probability is then that of another network. With replay the engine's experts are used,
+weighted by the trainer's router, through which gradients flow.
 
-Each layer finds the choice in what it is told of the row, in the forward pass and again where it is recomputed, so that
-no queue of Megatron's has to be kept in the schedule's order.
+Each layer reads the routes from the row's metadata, in the forward pass and in recomputation, so that Megatron's replay
+queues need not follow the schedule's order.
 
 Sources: Ma et al., Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers, arXiv 2510.11370;
 megatron.core.transformer.moe.router_replay.
@@ -29,7 +29,7 @@ from posttrain.rl.megatron_backend.packed import PackedSequences
 
 
 class RoutingReplay:
-    """Has the layers of this rank follow the engine.
+    """Makes this rank's routers replay the engine's routes.
 
     Args:
         config: The resolved configuration.
@@ -53,7 +53,7 @@ class RoutingReplay:
         """Return the experts of this rank's tokens [T_own, K] in each layer of a chunk, by the layer's number from 1.
 
         Raises:
-            CheckpointError: They are no longer on disk.
+            CheckpointError: The routes are no longer on disk.
         """
         arch, numbers = self._architecture, self._layers[model]
         if not numbers:
@@ -67,7 +67,7 @@ class RoutingReplay:
 def _follow(layer: TransformerLayer, _: Any, given: Mapping[str, Any]) -> None:
     replay, routes = layer.mlp.router.router_replay, given["packed_seq_params"].routes[layer.layer_number]
     num_tokens, rank = len(given["hidden_states"]), parallel_state.get_tensor_model_parallel_rank()
-    if num_tokens < len(routes):  # sequence-parallel ranks have as many each, one behind the other
+    if num_tokens < len(routes):  # sequence-parallel ranks have equal shares, in rank order
         routes = routes[rank * num_tokens : (rank + 1) * num_tokens]
     replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
     replay.set_target_indices(routes.long())

@@ -1,7 +1,7 @@
-"""What engines have of this rank's own shards: through the quantiser, and back, without other ranks' weights.
+"""The engines' form of this rank's shards: quantized, or dequantized again, without other ranks' weights.
 
-Scales that several shards make together (a block of 128 x 128 that tensor parallelism cuts, a row cut into columns, a
-tensor's only scale) are agreed on before: largest magnitudes, a few numbers for each.
+If several shards share a scale (a 128 x 128 block cut by tensor parallelism, a row cut into columns, one scale per
+tensor), ranks first agree on the largest magnitudes, a few numbers per scale.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from posttrain.rl.megatron_backend.ranks import largest_of_ranks
 from posttrain.rl.megatron_backend.weights import DTYPES, HubWeights, Shard
 from posttrain_weights.box import Box, whole_box
 
-# As many tensors as a message names.
+# Most tensor names in an error message.
 MAX_NAMED = 5
 Magnitudes = Mapping[str, torch.Tensor]
 
 
 class ServedPart(NamedTuple):
-    """A part of a tensor that engines load.
+    """A box of a tensor that engines load.
 
     Args:
-        name: Of the tensor, codes and scales each have one.
-        box: Which part.
+        name: Tensor name; codes and scales have one each.
+        box: Its place in the tensor.
         values: [rows, columns].
     """
 
@@ -41,17 +41,17 @@ class ServedPart(NamedTuple):
     values: torch.Tensor
 
     def cut(self, box: Box) -> ServedPart:
-        """Return what lies within a box."""
+        """Return the part within a box."""
         row, column, rows, columns = box.within(self.box)
         return ServedPart(self.name, box, self.values[row : row + rows, column : column + columns])
 
 
 class ServedValues:
-    """The numbers that engines have for this rank's shards; making it is collective.
+    """Computes the engines' form of this rank's shards; construction is collective.
 
     Args:
         weights: The trainer's weights under Hub names.
-        served: What engines serve; None for the Hub's own precision.
+        served: The format that engines serve; None for the Hub's own precision.
     """
 
     def __init__(self, weights: HubWeights, served: Fp8Format | None):
@@ -62,12 +62,12 @@ class ServedValues:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shapes on the Hub of everything that a rank holds."""
+        """Hub shapes of all tensors of which any rank holds a part."""
         return {name: spec.shape for name, spec in self._specs.items()}
 
     @cached_property
     def sent_specs(self) -> dict[str, TensorSpec]:
-        """Shapes and types of everything that engines load."""
+        """Shapes and dtypes of all tensors that engines load."""
         sent: dict[str, TensorSpec] = {}
         for name, spec in self._specs.items():
             served = self._format_of(name)
@@ -76,7 +76,7 @@ class ServedValues:
 
     @cached_property
     def holders(self) -> dict[str, dict[Box, list[int]]]:
-        """Which ranks can make which part of everything that engines load: name -> part -> ranks."""
+        """Ranks that can compute each part of the tensors that engines load: name -> part -> ranks."""
         found: dict[str, dict[Box, list[int]]] = {}
         for name, held in self._weights.holders.items():
             for rank, where in held:
@@ -85,11 +85,11 @@ class ServedValues:
         return found
 
     def differ(self, shard: Shard) -> bool:
-        """Return whether engines may have other numbers than the trainer."""
+        """Return whether engines may hold other numbers than the trainer for a shard."""
         return self._format_of(shard.hf_name) is not None or shard.values.dtype != self._dtype(shard.hf_name)
 
     def of(self, shard: Shard, magnitudes: Magnitudes) -> torch.Tensor:
-        """Return the numbers: codes times scales in fp32, or the shard in the Hub's precision.
+        """Return a shard's numbers on engines: codes times scales in fp32, or the shard in the Hub's precision.
 
         Args:
             shard: One of `shards`.
@@ -101,12 +101,12 @@ class ServedValues:
         return served_part(served, values, shard.corner, self._agreed(shard, magnitudes))
 
     def parts(self, shard: Shard, magnitudes: Magnitudes, as_codes: bool = True) -> Iterator[ServedPart]:
-        """Yield what engines load of a shard: codes, and those of its scales that no other shard yields; or itself.
+        """Yield the engine tensors of a shard: codes, and scales not yielded by another shard; or the shard itself.
 
         Args:
             shard: One of `shards`.
             magnitudes: See `agreed_magnitudes`.
-            as_codes: Off: the numbers that codes and scales stand for.
+            as_codes: False: yield dequantized numbers instead of codes and scales.
         """
         served = self._format_of(shard.hf_name)
         if served is None or not as_codes:
@@ -121,11 +121,11 @@ class ServedValues:
             yield made[name].cut(box)
 
     def boxes(self, name: str, where: tuple[slice, ...]) -> Iterator[tuple[str, Box]]:
-        """Yield name and place of everything that `parts` makes of a part of a tensor as codes.
+        """Yield name and box of every part that `parts` yields as codes for a part of a tensor.
 
         Args:
-            name: Of the tensor.
-            where: How to index it so as to get the part.
+            name: Name of the tensor.
+            where: Index of the part in the tensor.
         """
         rows, columns = (slice(0, 1), slice(0, 1), *where)[-2:]
         box = Box(rows.start, columns.start, rows.stop - rows.start, columns.stop - columns.start)
@@ -136,13 +136,13 @@ class ServedValues:
 
     @torch.no_grad()
     def gather(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Yield what engines load, FP8 codes and scales or tensors as they are; collective.
+        """Yield the tensors that engines load, FP8 codes and scales or unquantized tensors; collective.
 
         Yields:
             (name, whole tensor) on rank 0, (name, None) elsewhere; scales after their codes.
 
         Raises:
-            CheckpointError: A weight that is quantised is NaN or infinite; on rank 0.
+            CheckpointError: A quantized weight is NaN or infinite; raised on rank 0.
         """
         magnitudes = self.agreed_magnitudes()
         for name in self._weights.names:
@@ -154,7 +154,7 @@ class ServedValues:
             agreed = [self._agreed(shard, magnitudes) for shard in shards]
             made = [served.quantize_part(v, s.corner, a) for v, s, a in zip(values, shards, agreed, strict=True)]
             codes, scales = zip(*made, strict=True) if made else ((), ())
-            # No library of messages knows FP8.
+            # No communication library supports FP8.
             octets = [part.view(torch.uint8) for part in codes]
             whole = self._weights.join(name, octets, spec.shape, torch.uint8)
             yield name, None if whole is None else whole.view(torch.float8_e4m3fn)
@@ -165,10 +165,10 @@ class ServedValues:
 
     @torch.no_grad()
     def agreed_magnitudes(self) -> Magnitudes:
-        """Return the magnitudes behind scales that several shards share, for the current weights; collective.
+        """Return the maximum magnitudes for scales that several shards share, for the current weights; collective.
 
         Raises:
-            CheckpointError: A part of such a tensor is NaN or infinite on any rank; on all ranks alike.
+            CheckpointError: Such a tensor is NaN or infinite on any rank; raised on all ranks.
         """
         if not self._agreed_on:
             return {}
@@ -193,13 +193,13 @@ class ServedValues:
         return {name: self._of_joined(name, found) for name in found}
 
     def _of_joined(self, name: str, found: Magnitudes) -> torch.Tensor:
-        """Return a tensor's magnitudes, or with one scale for all those of the matrices that engines join with it."""
+        """Return a tensor's magnitudes; with one scale per tensor, those of all matrices that engines fuse with it."""
         assert self._served is not None
         joined = [found[other] for other in self._served.sharing_scale(name) if other in found]
         return torch.stack(joined).amax(0) if joined else found[name]
 
     def _shares_scales(self, shard: Shard) -> bool:
-        """Return whether a scale of a shard's may be another shard's as well."""
+        """Return whether a shard may share a scale with another shard."""
         served = self._format_of(shard.hf_name)
         if served is None:
             return False
@@ -214,7 +214,7 @@ class ServedValues:
         return None if agreed is None else agreed[self._scales(shard.where)]
 
     def _scales(self, where: tuple[slice, ...]) -> tuple[slice, ...]:
-        """Return how to index a tensor's scales so as to get those of a part of it."""
+        """Return the index, in a tensor's scales, of the scales of a part."""
         rows, columns = where
         strategy = self._served.strategy if self._served else ""
         if strategy == "block":
@@ -240,7 +240,7 @@ def _part(name: str, corner: tuple[int, ...], values: torch.Tensor) -> ServedPar
 
 
 def _scales_that_begin(strategy: str, box: Box) -> Box | None:
-    """Return which scales begin in a part of a matrix, of which each begins in one; None where none does."""
+    """Return the scales whose blocks begin in a part of a matrix (each begins in only one), None if none do."""
     row, column, rows, columns = box
     if strategy == "tensor":
         return Box(0, 0, 1, 1) if row == column == 0 else None
@@ -254,5 +254,5 @@ def _scales_that_begin(strategy: str, box: Box) -> Box | None:
 def served_part(
     served: Fp8Format, values: torch.Tensor, corner: tuple[int, ...], magnitudes: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return what an engine computes with for a part of a matrix; see `Fp8Format.served_values`."""
+    """Return the values that an engine computes with for a part of a matrix; see `Fp8Format.served_values`."""
     return served.served_values(values, corner, magnitudes)

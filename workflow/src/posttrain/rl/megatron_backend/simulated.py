@@ -1,4 +1,4 @@
-"""Answers to what Megatron asks of simulated devices (`posttrain_rehearsal`)."""
+"""Patches Megatron for simulated devices (`posttrain_rehearsal`)."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from megatron.core.tensor_parallel import random
 
 
 def without_random_state() -> None:
-    """Let Megatron go without the random state of devices: dropout is 0."""
+    """Let Megatron run without device random state, which is safe because dropout is 0."""
     random._set_cuda_rng_state = lambda *_, **__: None
     tracker = random.CudaRNGStatesTracker
     tracker.add, tracker.fork = lambda *_: None, lambda *_: contextlib.nullcontext()  # type: ignore[method-assign]
 
 
 def tell_of_late_gradients(tell: Callable[[Any], None]) -> None:
-    """Tell where a micro-batch adds to gradients that ranks are adding up already: its part is lost.
+    """Report a micro-batch that adds to gradients whose reduction has already started, which loses its part.
 
     Args:
-        tell: Called with the first bucket of those gradients.
+        tell: Called with the first such bucket.
     """
     original = _ParamAndGradBucketGroup.register_grad_ready
 

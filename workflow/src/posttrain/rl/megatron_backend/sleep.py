@@ -1,13 +1,12 @@
-"""A rank's weights and its optimizer's state, which lie in host memory while engines have the GPU.
+"""Offloads a rank's weights and optimizer state to host memory while engines use the GPU.
 
-Weights are views of Megatron's buffers, and have hooks that outlive no change of device: their storages are emptied and
-filled again, and every view of them stays what it is. Nothing looks at the optimizer's tensors but the optimizer, so
-these become tensors of the host, which a checkpoint is written from as they are. Gradients are dropped: every update
-begins with zeros.
+Weights are views of Megatron's buffers, and their hooks do not survive a change of device. So their storages are
+resized to zero and refilled later, which keeps every view valid. Only the optimizer uses its tensors, so these become
+host tensors, from which checkpoints are written directly. Gradients are dropped: every update begins with zeros.
 
-The place on the host is kept, and pinned, which makes copies five times as fast; it is the plan's `sleeping_weights`
-and `sleeping_optimizer`. Megatron's own way (`_ParamAndGradBuffer.offload_to_cpu`) has it rounded up to a power of two
-by torch's allocator, and moves an optimizer that belongs on the host to the GPU when it brings it back.
+The host memory is kept and pinned, which makes copies five times as fast; the plan counts it as `sleeping_weights` and
+`sleeping_optimizer`. With Megatron's own offload (`_ParamAndGradBuffer.offload_to_cpu`), torch's allocator rounds it up
+to a power of two, and an optimizer that belongs on the host moves to the GPU on reload.
 """
 
 from __future__ import annotations
@@ -22,28 +21,28 @@ from posttrain.rl.megatron_backend.model import Policy
 from posttrain.rl.megatron_backend.optimizer_state import state_tensors
 
 log = logging.getLogger(__name__)
-# Every type's elements lie at a multiple of their size.
+# Bytes; a multiple of every dtype's size, so that elements are aligned.
 ALIGNMENT = 256
 
 
 class SleepingTrainer:
-    """Puts the parts of a rank's trainer (`plan.sizing.phases`) to sleep, and wakes them.
+    """Offloads and reloads the parts of a rank's trainer (`plan.sizing.phases`).
 
     Args:
-        policy: Awake.
+        policy: On the GPU at first.
     """
 
     def __init__(self, policy: Policy):
         self._policy = policy
         self._weights, self._state = _HostMemory(), _HostMemory()
         self._whole: list[torch.Tensor] = []
-        # Of each emptied storage, where its content lies on the host; of the optimizer's tensors, the device to go to.
+        # Emptied storage -> its content on the host; optimizer tensor -> its device.
         self._places: dict[int, torch.Tensor] = {}
         self._moved: list[tuple[torch.Tensor, torch.device]] = []
 
     @torch.no_grad()
     def sleep(self, parts: Iterable[str]) -> None:
-        """Put awake parts to sleep; what they were on the GPU is free for others when this returns."""
+        """Offload parts that are awake; their GPU memory is free for others when this returns."""
         parts = {*parts} & {TRAINER, OPTIMIZER}
         if OPTIMIZER in parts:
             self._put_optimizer_to_sleep()
@@ -56,7 +55,7 @@ class SleepingTrainer:
 
     @torch.no_grad()
     def wake(self, parts: Iterable[str]) -> None:
-        """Wake sleeping parts: they are what they were, bit for bit."""
+        """Reload sleeping parts, bit for bit."""
         parts = {*parts}
         if TRAINER in parts:
             for weights in self._whole:
@@ -75,7 +74,7 @@ class SleepingTrainer:
 
     @torch.no_grad()
     def copy_weights(self) -> None:
-        """Bring the copy on the host up to date, where weights are awake."""
+        """Update the host copy if the weights are awake."""
         if self._places:
             return
         self._whole = [*self._whole_weights().values()]
@@ -86,7 +85,7 @@ class SleepingTrainer:
         _synchronize()
 
     def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the copy of a weight, or of a part of one, since `copy_weights`; what sleeps elsewhere as it is."""
+        """Return the host copy of (part of) a weight, as of `copy_weights`; other tensors unchanged."""
         place = self._places.get(tensor.untyped_storage()._cdata)
         if place is None:
             return tensor
@@ -94,7 +93,7 @@ class SleepingTrainer:
         return values.as_strided(tensor.size(), tensor.stride(), values.storage_offset() + tensor.storage_offset())
 
     def _whole_weights(self) -> dict[int, torch.Tensor]:
-        """Return the storages of all weights, those that are not trained, too, each as a tensor of all its bytes."""
+        """Return the storages of all weights, including untrained ones, each as a byte tensor."""
         buffers = {buffer.param_data.untyped_storage()._cdata: buffer.param_data for buffer in self._policy.buffers}
         others = {p.untyped_storage()._cdata: p.detach() for p in self._policy.parameters()}
         whole = others | buffers
@@ -104,7 +103,7 @@ class SleepingTrainer:
     def _put_optimizer_to_sleep(self) -> None:
         assert self._policy.optimizer is not None, "a policy that is trained has one"
         weights, device = self._whole_weights(), self._policy.device.type
-        # Where a precision needs no main copy, the optimizer has the weights themselves.
+        # A precision without FP32 main weights lets the optimizer hold the weights themselves.
         own = {
             id(tensor): tensor
             for tensor in state_tensors(self._policy.optimizer)
@@ -115,26 +114,26 @@ class SleepingTrainer:
             self._moved.append((tensor, tensor.device))
             host = place.view(tensor.dtype).view(tensor.shape)
             host.copy_(tensor, non_blocking=True)
-            tensor.data = host  # what the copy reads stays until it is done: both are of one stream
+            tensor.data = host  # safe: the storage is freed in stream order, after the copy
         _synchronize()
         for buffer in self._policy.buffers:
             buffer.offload_to_cpu(move_params=False)
 
 
 class _HostMemory:
-    """One block of host memory, pinned where there are GPUs, as large as was ever needed."""
+    """One block of host memory, pinned on GPU machines, as large as the largest request so far."""
 
     def __init__(self) -> None:
         self._block = torch.empty(0, dtype=torch.uint8)
 
     def places(self, sizes: list[int]) -> Iterator[torch.Tensor]:
-        """Yield places [size] of so many bytes each, in the same order every time."""
+        """Yield byte tensors of these sizes, at the same addresses each time."""
         starts = [0]
         for size in sizes:
             starts.append(starts[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
         if starts[-1] > len(self._block):
             self._unpin()
-            del self._block  # both at a time may be more than the node has
+            del self._block  # free the old block first: both may exceed the node's memory
             self._block = self._made(starts[-1])
             self._pin()
         yield from (self._block[start : start + size] for start, size in zip(starts, sizes, strict=False))

@@ -1,4 +1,4 @@
-"""Megatron Core's kernels of attention to chosen keys; which one serves is the plan's choice (`plan.flags`)."""
+"""Megatron Core's sparse attention kernels; the plan chooses one (`plan.flags`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 _PARTS = "megatron.core.transformer.experimental_attention_variant"
 _MODULES = {"tilelang": f"{_PARTS}.dsa_tilelang_kernels", "cudnn": f"{_PARTS}.dsa_cudnn_kernels"}
-# What they import when they are first called: sooner is better than behind the first rollout.
+# Packages that they import lazily: check at startup rather than after the first rollout.
 _PACKAGES = {"tilelang": ("tilelang",), "cudnn": ("flash_mla", "cudnn")}
 
 # Queries [T, N, R + rope], keys [T, R + rope], places [T, K] int32, factor, R -> [T, N, R]
@@ -20,7 +20,7 @@ Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, int], torch.
 
 
 def load_kernel(config: MLATransformerConfig) -> Kernel | None:
-    """Return the kernel that `sparse_attention` names; None where torch attends under a mask.
+    """Return the kernel that `sparse_attention` names; None for masked attention in torch.
 
     Raises:
         RuntimeError: Its packages are missing.
@@ -51,10 +51,10 @@ def _run(
     scale: float,
     width: int,
 ) -> torch.Tensor:
-    """Call it with a batch of one row; what it declines ends the run instead of taking the slow way.
+    """Call a kernel with a batch of one row; a refusal ends the run instead of falling back to the slow path.
 
     Raises:
-        RuntimeError: It does not take these shapes, which the plan has looked at before.
+        RuntimeError: The kernel refuses these shapes, although the plan checked them.
     """
     lengths = (places >= 0).sum(-1, dtype=torch.int32)
     found = hook(query.unsqueeze(1), key[:, None, None], places[None], scale, width, lengths[None])

@@ -1,8 +1,8 @@
 """Forward and backward passes of a step on Megatron's schedules: log-probabilities, and one optimizer update.
 
-Which loss is minimised is the `Objective`'s; here its token losses are weighted, added up and differentiated. Shapes: T
-tokens of a packed micro-batch. Only ranks of the last pipeline stage see log-probabilities; the others return nothing
-from the first function and zeros in the statistics before they are added up over ranks.
+The `Objective` defines token losses; here they are weighted, summed and differentiated. Shapes: T tokens of a packed
+micro-batch. Only ranks of the last pipeline stage have log-probabilities; on other ranks `compute_logprobs` returns an
+empty list, and statistics are zero before the sum over ranks.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from posttrain.rl.megatron_backend.model import Policy
 from posttrain.rl.megatron_backend.packed import PackedSequences
 from posttrain.rl.megatron_backend.ranks import largest_of_ranks
 
-# What becomes of an update.
+# Outcome of an update.
 APPLIED, NON_FINITE, NO_SIGNAL = "applied", "non_finite", "no_signal"
 
 
 @dataclass(frozen=True)
 class TrainingMicroBatch:
-    """A packed micro-batch: what the model reads, and what the objective does."""
+    """A packed micro-batch: the inputs of the model and of the objective."""
 
     packed: PackedBatch
     tokens: TokenBatch
@@ -41,14 +41,14 @@ class TrainingMicroBatch:
 
 @dataclass(frozen=True)
 class UpdateStatistics:
-    """What one optimizer update did, over all ranks.
+    """Statistics of one optimizer update, over all ranks.
 
     Args:
         loss: The objective that was minimised.
-        grad_norm: Global gradient norm before clipping; 0 where nothing was applied.
+        grad_norm: Global gradient norm before clipping; 0 if the update was not applied.
         num_tokens: Response tokens trained on.
         named: Statistics by their names in `rl.algorithm.statistics`: the entropy, and the objective's own.
-        outcome: "applied"; "non_finite" or "no_signal" (all advantages are zero) where the weights stayed as they were.
+        outcome: "applied", or "non_finite" or "no_signal" (all advantages are zero) if the weights did not change.
     """
 
     loss: float
@@ -60,13 +60,13 @@ class UpdateStatistics:
 
 @torch.no_grad()
 def compute_logprobs(policy: Policy, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
-    """Return the log-probability of each target under the present weights.
+    """Return the log-probability of each target under the current weights.
 
-    The pass runs the very kernels of the training forward (training mode, recomputation included): the first update on
-    a rollout computes the same, bit by bit.
+    The pass uses the same kernels as the training forward (training mode, with recomputation), so the first update on a
+    rollout computes the same values bit for bit.
 
     Args:
-        policy: Model to ask.
+        policy: The model.
         batches: Micro-batches of this data-parallel rank.
 
     Returns:
@@ -88,17 +88,17 @@ def update(
 
     Args:
         policy: Model and optimizer.
-        objective: What is trained.
+        objective: The training objective.
         batches: Micro-batches of this data-parallel rank; every rank has the same number.
         lr: Learning rate of this update.
-        has_signal: Without it, the weights stay as they are: decay and momentum would move them, and no sample asks.
-        look: For the first update on a rollout, whose own log-probabilities are those before it. Called on every rank
-            with what `compute_logprobs` would return, before a weight moves; what it raises keeps them as they are.
-        is_last: No update follows at once: the new weights are complete on every rank when this returns. Otherwise they
-            arrive while the next update's forward pass runs.
+        has_signal: If False, the weights do not change: otherwise decay and momentum would move them without a sample.
+        look: For the first update on a rollout, whose own log-probabilities are the old ones. Called on every rank with
+            the values that `compute_logprobs` would return, before the weights change; if it raises, they do not.
+        is_last: No update follows at once, so the new weights are gathered on every rank when this returns. Otherwise
+            the gather overlaps with the next update's forward pass.
 
     Raises:
-        RuntimeError: When loss or gradients are not finite and `algorithm.non_finite` is "abort".
+        RuntimeError: Loss or gradients are not finite and `algorithm.non_finite` is "abort".
     """
     assert policy.optimizer is not None, "this policy cannot be trained"
     for chunk in policy.wrapped:
@@ -120,7 +120,7 @@ def update(
     grad_norm = _apply(policy, lr) if outcome == APPLIED else 0.0
     if outcome != APPLIED:
         for bias, before in zip(policy.expert_load.biases, biases, strict=True):
-            bias.copy_(before)  # Megatron moves it when it has the gradients
+            bias.copy_(before)  # Megatron updates it once it has the gradients
     if is_last:
         for chunk in policy.wrapped:
             chunk.start_param_sync(force_sync=True)
@@ -139,13 +139,13 @@ def _run_schedule(
     objective: Objective | None = None,
     is_first: bool = False,
 ) -> list[Any]:
-    """Run Megatron's schedule over the micro-batches; returns what the last stage computed for each.
+    """Run Megatron's schedule over the micro-batches; returns the last stage's result for each.
 
     Args:
         policy: Model to run.
-        batches: What each forward pass reads, with what its loss needs.
-        objective: Whose loss is differentiated; None for the forward pass alone, which gives log-probabilities.
-        is_first: The weights are those before the update: where old log-probabilities are missing, these are they.
+        batches: Inputs of each forward pass and its loss.
+        objective: Defines the loss; None for forward passes only, which return log-probabilities.
+        is_first: No update since the rollout: missing old log-probabilities equal the current ones.
     """
     for chunk in policy.wrapped:
         chunk.train()
@@ -186,7 +186,7 @@ def _forward_step(
 
 
 def _begin_backward(_: torch.Tensor) -> None:
-    """Say that gradients have arrived at this stage."""
+    """Report that this stage's backward pass has begun."""
     report_mark(BACKWARD)
 
 
@@ -198,12 +198,12 @@ def _keep(answers: torch.Tensor, non_loss_data: bool) -> torch.Tensor:
 def _loss(
     answers: torch.Tensor, batch: TokenBatch, objective: Objective, is_first: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-    """Return the weighted loss, a token count of zero (nothing is divided behind it), log-probabilities and report.
+    """Return the weighted loss, a token count of zero (so Megatron does not normalise), log-probabilities and report.
 
     Args:
-        answers: [2, T], what the model says of each response token: its log-probability, and the entropy at its place.
-        batch: What the objective wants to know of them.
-        objective: Whose loss it is.
+        answers: [2, T], the model's log-probability of each response token, and the entropy at its position.
+        batch: The objective's inputs.
+        objective: Defines the loss.
         is_first: See `_run_schedule`.
     """
     batch = batch.to(answers.device)
@@ -224,14 +224,14 @@ def _report(
     statistics: Mapping[str, torch.Tensor],
     objective: Objective,
 ) -> torch.Tensor:
-    """Return the values of `_names(objective)` for this micro-batch, in FP64; nobody asks a device how many tokens."""
+    """Return the values of `_names(objective)` for this micro-batch, in FP64, without a device sync."""
     trained = batch.is_response
     values = [loss, trained.sum(), (trained & ~torch.isfinite(logprobs)).sum()]
     for name in _statistics(objective):
         of_tokens = statistics[name].double()
         if _is_mean(name):
             values.append(of_tokens.masked_fill(~trained, 0.0).sum())
-        else:  # of a row of padding alone: -inf
+        else:  # -inf for a row of padding only
             values.append(of_tokens.masked_fill(~trained, -math.inf).max())
     return torch.stack([value.double() for value in values])
 
@@ -241,7 +241,7 @@ def _names(objective: Objective) -> tuple[str, ...]:
 
 
 def _statistics(objective: Objective) -> tuple[str, ...]:
-    """Return what is reported of tokens: what the model knows of them, and what the objective does."""
+    """Return the token statistics to report: the model's and the objective's."""
     return ("entropy", *objective.statistics)
 
 
@@ -250,14 +250,14 @@ def _is_mean(name: str) -> bool:
 
 
 def _add_up(reports: list[torch.Tensor], objective: Objective) -> dict[str, float]:
-    """Return the sums, or the largest, over all micro-batches and data-parallel ranks, on every pipeline stage."""
+    """Return sums (or maxima) over all micro-batches and data-parallel ranks, on every pipeline stage."""
     names = _names(objective)
     is_largest = torch.tensor([name in STATISTICS and not _is_mean(name) for name in names])
     rows = torch.stack(reports) if reports else torch.zeros(1, len(names), dtype=torch.float64)
     total, largest = rows.sum(0), rows.amax(0)
     if torch.cuda.is_available():
         total, largest, is_largest = total.cuda(), largest.cuda(), is_largest.cuda()
-    # Tensor- and context-parallel ranks report the same; a data-parallel group therefore counts every token once.
+    # Tensor- and context-parallel ranks report the same, so a data-parallel group counts every token once.
     group = parallel_state.get_data_parallel_group()
     dist.all_reduce(total, group=group)
     largest = largest_of_ranks(largest, group)
@@ -273,7 +273,7 @@ def _add_up(reports: list[torch.Tensor], objective: Objective) -> dict[str, floa
 def _weigh_auxiliary_loss(policy: Policy, batches: Sequence[TrainingMicroBatch]) -> None:
     """Make the routers' auxiliary loss a mean over the update's tokens.
 
-    Megatron multiplies it by the tokens of a micro-batch, and would divide gradients by all of them.
+    Megatron multiplies it by a micro-batch's token count, and expects gradients to be divided by the total.
     """
     if coefficient := policy.config.optimizer.moe_aux_loss_coeff:
         tokens = torch.tensor(float(sum(len(batch.packed.tokens) for batch in batches)), device=policy.device)
@@ -290,7 +290,7 @@ def _count_non_finite_gradients(policy: Policy) -> int:
 
 
 def _apply(policy: Policy, lr: float) -> float:
-    """Let the optimizer clip and step; returns the gradient norm before clipping."""
+    """Clip and step; returns the gradient norm before clipping."""
     assert policy.optimizer is not None, "this policy cannot be trained"
     settings = policy.config.optimizer
     for group in policy.optimizer.param_groups:

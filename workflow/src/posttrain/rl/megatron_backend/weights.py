@@ -1,7 +1,7 @@
-"""The trainer's weights under Hub names, whatever the layout: gathered whole for the engines, or what a rank holds.
+"""The trainer's weights under Hub names, for any layout: gathered as whole tensors, or as a rank's shards.
 
-Megatron's own sharded state tells where each local tensor lies in the whole (key, offset, shape); the table of
-parameter names tells which part of a whole is one Hub tensor. Nothing here knows about TP, EP or PP.
+Megatron's sharded state gives each local tensor's place in the whole (key, offset, shape); the table of parameter names
+maps parts of a whole to Hub tensors. So this module needs no knowledge of TP, EP or PP.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Piece:
 
     Args:
         key: Name of the whole tensor.
-        offset: Where the part begins, per axis of the whole.
-        shape: Its extent, per axis of the whole.
-        rank: Who holds it.
-        is_main: One holder of each part speaks for it; the others are replicas.
+        offset: Offset of the part per axis of the whole.
+        shape: Its extent per axis of the whole.
+        rank: The rank that holds it.
+        is_main: This rank is the part's main holder; the others are replicas.
     """
 
     key: str
@@ -49,13 +49,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class Shard:
-    """What one rank holds of a Hub tensor.
+    """A rank's part of a Hub tensor.
 
     Args:
         hf_name: Name on the Hub.
-        corner: Where it begins, in each axis of the Hub's tensor.
-        values: View into the parameter, as many axes: writing to it changes the model.
-        is_main: One holder of each part speaks for it; the others are replicas.
+        corner: Its offset in each axis of the Hub tensor.
+        values: View into the parameter with the same number of axes: writing to it changes the model.
+        is_main: This rank is the part's main holder; the others are replicas.
     """
 
     hf_name: str
@@ -65,12 +65,12 @@ class Shard:
 
     @property
     def where(self) -> tuple[slice, ...]:
-        """How to index the Hub's tensor so as to get it."""
+        """Index of the shard in the Hub tensor."""
         return tuple(slice(start, start + size) for start, size in zip(self.corner, self.values.shape, strict=True))
 
 
 class HubWeights:
-    """The model's weights under Hub names; making it is collective.
+    """The model's weights under Hub names; construction is collective.
 
     Args:
         chunks: This rank's part of the model.
@@ -94,7 +94,7 @@ class HubWeights:
             view = values[(0,) * (values.dim() - len(corner))]
             self._shards[name].append(Shard(name, corner, view, piece.is_main))
         self._placed, self._pieces = placed, pieces
-        # On rank 0, which parts others send, in the order in which each of them sends its own.
+        # On rank 0: the parts that other ranks send, in each rank's sending order.
         self._sources: dict[str, list[tuple[int, tuple[slice, ...]]]] = defaultdict(list)
         if dist.get_rank() == 0:
             others = [piece for piece in pieces if piece.is_main and piece.rank != 0]
@@ -103,34 +103,34 @@ class HubWeights:
 
     @property
     def parts(self) -> dict[Piece, torch.Tensor]:
-        """What this rank holds, as views into the parameters."""
+        """This rank's parts, as views into the parameters."""
         return self._local
 
     @property
     def names(self) -> list[str]:
-        """Hub names of everything that is gathered, in checkpoint order."""
+        """Hub names of all gathered tensors, in checkpoint order."""
         return self._gathered
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]:
-        """Shape and precision on the Hub of everything that a rank holds."""
+        """Hub shape and dtype of all tensors of which any rank holds a part."""
         return self._specs
 
     @property
     def shards(self) -> list[Shard]:
-        """What this rank holds of the Hub's tensors, in checkpoint order."""
+        """This rank's shards of Hub tensors, in checkpoint order."""
         return [*itertools.chain(*self._shards.values())]
 
     @cached_property
     def holders(self) -> dict[str, list[tuple[int, tuple[slice, ...]]]]:
-        """Who holds which part of a Hub tensor, replicas too: (rank, how to index the tensor), by name."""
+        """Holders of each Hub tensor's parts, including replicas, by name: (rank, index of the part)."""
         found: dict[str, list[tuple[int, tuple[slice, ...]]]] = defaultdict(list)
         for name, piece, where in _placed_parts(self._placed, self._pieces):
             found[name].append((piece.rank, where))
         return found
 
     def leave_only(self, names: Set[str]) -> None:
-        """Gather no other tensors from now on; the same on all ranks."""
+        """Gather only these tensors from now on; call it with the same names on all ranks."""
         self._gathered = [name for name in self._gathered if name in names]
 
     @torch.no_grad()
@@ -138,7 +138,7 @@ class HubWeights:
         """Yield (name, whole tensor) on rank 0, (name, None) elsewhere; collective.
 
         Args:
-            dtype: Precision; by default that of the Hub checkpoint, which may differ from tensor to tensor.
+            dtype: Precision; by default that of the Hub checkpoint, which may differ between tensors.
         """
         for name in self._gathered:
             spec = self._specs[name]
@@ -147,7 +147,7 @@ class HubWeights:
             yield name, self.join(name, parts, spec.shape, width)
 
     def main_shards(self, name: str) -> list[Shard]:
-        """Return what this rank speaks for of a tensor."""
+        """Return the shards of a tensor of which this rank is the main holder."""
         return [shard for shard in self._shards.get(name, ()) if shard.is_main]
 
     def join(
@@ -158,14 +158,14 @@ class HubWeights:
         dtype: torch.dtype,
         place: Callable[[tuple[slice, ...]], tuple[slice, ...]] = lambda where: where,
     ) -> torch.Tensor | None:
-        """Return the whole of what ranks have made of their parts of a tensor on rank 0, None elsewhere; collective.
+        """Join tensors that ranks computed from their parts: the whole on rank 0, None elsewhere; collective.
 
         Args:
             name: Name of the tensor on the Hub.
-            parts: Made of each of `main_shards`.
-            shape: Of the whole.
-            dtype: Of the parts.
-            place: Where a part of the tensor lies in the whole.
+            parts: One for each of `main_shards`.
+            shape: Shape of the whole.
+            dtype: Precision of the parts.
+            place: Maps the index of a part in the tensor to its index in the whole.
         """
         if dist.get_rank() != 0:
             for part in parts:
@@ -185,9 +185,9 @@ Parts = Iterator[tuple[str, Piece, tuple[slice, ...], tuple[int, ...]]]
 
 
 def _parts_of(placed: Sequence[Placement], pieces: Iterable[Piece]) -> Parts:
-    """Yield (Hub name, piece, slices of the piece, where in the Hub's tensor they begin), in checkpoint order.
+    """Yield (Hub name, piece, slices of the piece, their offset in the Hub tensor), in checkpoint order.
 
-    Pieces are found by the first index of stacked tensors: a layer's experts are hundreds of tensors in one.
+    Pieces of stacked tensors are looked up by first index: one tensor stacks hundreds of a layer's experts.
     """
     stacked = {placement.key for placement in placed if placement.num_stack_axes}
     found: dict[tuple[str, int], list[Piece]] = defaultdict(list)
@@ -208,14 +208,14 @@ def _parts_of(placed: Sequence[Placement], pieces: Iterable[Piece]) -> Parts:
 def _placed_parts(
     placed: Sequence[Placement], pieces: Iterable[Piece]
 ) -> Iterator[tuple[str, Piece, tuple[slice, ...]]]:
-    """Yield (Hub name, piece, how to index the Hub's tensor so as to get what the piece has of it)."""
+    """Yield (Hub name, piece, index of the piece in the Hub tensor)."""
     for name, piece, in_piece, corner in _parts_of(placed, pieces):
         sizes = (axis.stop - axis.start for axis in in_piece[len(in_piece) - len(corner) :])
         yield name, piece, tuple(slice(start, start + size) for start, size in zip(corner, sizes, strict=True))
 
 
 def _local_pieces(chunks: Sequence[LogprobModel]) -> dict[Piece, torch.Tensor]:
-    """Return this rank's parts as views into the parameters: writing to them changes the model."""
+    """Return this rank's parts as views into the parameters; writing to them changes the model."""
     state = sharded_weights(chunks)
     apply_factories(state)
     pieces = {}
@@ -230,7 +230,7 @@ def _local_pieces(chunks: Sequence[LogprobModel]) -> dict[Piece, torch.Tensor]:
 
 
 def _overlap(piece: Piece, box: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """Return where piece and box meet, as slices into each; None where they do not."""
+    """Return the intersection of piece and box as slices into each; None if they are disjoint."""
     held = (piece.offset, piece.shape)
     shared = intersect(held, box)
     return (slices_within(shared, held), slices_within(shared, box)) if shared else None

@@ -1,6 +1,6 @@
 """Serialises a rollout for the broadcast from rank 0: JSON types, with long arrays as base64 text.
 
-As JSON's own numbers sixteen million tokens would keep every rank waiting for half a minute.
+As plain JSON numbers, sixteen million tokens would keep every rank waiting for half a minute.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from posttrain.types import Prompt, RolloutResult, Routes, Sample, SampleGroup
 
-# Rows of a sample -> C type of their numbers.
+# Array field of a sample -> C type of its numbers.
 ROWS = {"prompt_tokens": "q", "response_tokens": "q", "rollout_logprobs": "d"}
 
 

@@ -1,4 +1,4 @@
-"""Prompts to graded sample groups: asks the engines, grades, persists. Runs on rank 0 of the trainer."""
+"""Turns prompts into graded sample groups: samples from engines, grades, persists. Runs on the trainer's rank 0."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class RolloutCoordinator:
         config: The resolved configuration.
         prompts: The training prompts; their order is a function of the seed.
         tokenizer: Renders prompts and decodes responses.
-        client: Speaks to the engines.
+        client: Client of the engines.
         store: Finished chunks of this run.
         graders: Grade responses.
     """
@@ -56,13 +56,13 @@ class RolloutCoordinator:
         self._routes = RoutesLayout.of(config.model.architecture) if has_routes else None
 
     async def collect(self, step: int) -> RolloutResult:
-        """Return the groups of a step: replayed where they are on disk, generated where they are not.
+        """Return the groups of a step: replay those on disk, generate the others.
 
         Args:
-            step: From 0; decides prompts and seeds.
+            step: From 0; determines prompts and seeds.
 
         Raises:
-            EngineError: One has failed; what the others have answered is on disk.
+            EngineError: An engine failed; chunks finished by the others are on disk.
         """
         chunks = self._chunks(step)
         results = await _all_of([self._chunk(step, number, prompts) for number, prompts in enumerate(chunks)])
@@ -75,7 +75,7 @@ class RolloutCoordinator:
         return RolloutResult(groups, sum(len(of_chunk) for of_chunk, is_replayed in results if is_replayed))
 
     def _chunks(self, step: int) -> list[list[Prompt]]:
-        """Cut the prompts of a step into the groups of each request."""
+        """Split the prompts of a step into the groups of each request."""
         count = self._config.rollout.rollout_batch_size
         prompts = self._mix.take(step * count, count)
         size = self._config.engine.groups_per_request
@@ -92,13 +92,13 @@ class RolloutCoordinator:
         check_versions(step, answers)
         routes = self._store.write_routes(step, number, [a.routes for a in answers if a.routes is not None])
         groups = await self._grade(prompts, requests, answers, routes or [None] * len(answers))
-        # Where graders failed, the whole step decides whether that is too often: what is stored is not graded again.
+        # Stored chunks are not graded again, so the limit on grader failures applies to the whole step.
         if not _has_failures(groups):
             self._store.write(step, number, groups)
         return groups, False
 
     def _answers(self, groups: list[SampleGroup], prompts: list[Prompt], step: int, number: int) -> bool:
-        """Return whether a finished chunk has these prompts: another request size cuts the step differently."""
+        """Return whether a finished chunk has these prompts; it does not after a change of the request size."""
         wanted = [(_kept(prompt), self._config.rollout.num_samples_per_prompt) for prompt in prompts]
         found = [(group.prompt, len(group.samples)) for group in groups]
         if found != wanted:
@@ -106,7 +106,7 @@ class RolloutCoordinator:
         return found == wanted
 
     def _requests(self, step: int, place: int, prompt: Prompt) -> list[GenerateRequest]:
-        """Return one request per sample; seeds follow from the prompt's place in the step, which is unique there."""
+        """Return one request per sample; its seed depends on the prompt's position in the step, which is unique."""
         rollout, tokens = self._config.rollout, self._tokenizer.render(prompt.messages, prompt.tools)
         longest = longest_response(self._config, prompt.prompt_id, len(tokens))
         return [
@@ -139,7 +139,7 @@ class RolloutCoordinator:
 
 
 async def _all_of(chunks: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return all results. Where an engine fails, the others answer first; anything else is raised at once."""
+    """Return all results. On an engine failure, wait for the other engines first; raise any other error at once."""
 
     async def answered(chunk: Coroutine[Any, Any, T]) -> T | EngineError:
         try:
@@ -159,20 +159,20 @@ def _has_failures(groups: Sequence[SampleGroup]) -> bool:
 
 
 def _kept(prompt: Prompt) -> Prompt:
-    """Return a prompt as it is stored with its samples: without columns, which only graders need and may be large."""
+    """Return a prompt for storage: without the columns, which may be large and which only graders need."""
     return dataclasses.replace(prompt, columns={})
 
 
 def longest_response(config: Config, prompt_id: int, num_prompt_tokens: int) -> int:
-    """Return the maximum response tokens for a prompt, so that both together fit into the trainer's context.
+    """Return the maximum response tokens for a prompt, so that both fit into the trainer's context.
 
     Args:
         config: The resolved configuration.
-        prompt_id: Names the prompt where it is refused.
+        prompt_id: Names the prompt in errors.
         num_prompt_tokens: Its length.
 
     Raises:
-        ConfigError: The prompt is longer than `rollout.max_prompt_tokens`, or leaves no token to a response.
+        ConfigError: The prompt is longer than `rollout.max_prompt_tokens`, or leaves no room for a response.
     """
     rollout, found = config.rollout, f"prompt {prompt_id} has {num_prompt_tokens} tokens"
     if 0 < rollout.max_prompt_tokens < num_prompt_tokens:

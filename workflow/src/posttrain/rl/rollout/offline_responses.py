@@ -1,4 +1,4 @@
-"""Offline responses as a rollout: groups of one sample each, made from the dataset without an engine."""
+"""Makes a rollout from offline responses: groups of one sample each, from the dataset, without an engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from posttrain.types import Prompt, RolloutResult, Sample, SampleGroup
 
 
 class OfflineResponses:
-    """Makes the rollout of a step from the dataset's responses; depends on the step's number only.
+    """Makes the rollout of a step from the dataset's responses; a function of the step number only.
 
     Args:
         config: The resolved configuration.
@@ -24,7 +24,7 @@ class OfflineResponses:
         tokenizer: Renders them.
 
     Raises:
-        ConfigError: A row has no response that could be learned, or the model's chat template cannot show one.
+        ConfigError: A row has no usable response, or the model's chat template cannot render one.
     """
 
     def __init__(self, config: Config, prompts: Sequence[Prompt], tokenizer: ChatTokenizer):
@@ -32,7 +32,7 @@ class OfflineResponses:
         self._key = parse_key(config.data.response_key, "data.response_key") if config.data.response_key else None
         self._mix = PromptMix(prompts, config.data)
         raise_if_any(self._problems())
-        # What a template cannot show shall be known before the model is loaded.
+        # Detect what the template cannot render before the model is loaded.
         self._group(prompts[0])
 
     async def collect(self, step: int) -> RolloutResult:
@@ -59,10 +59,10 @@ class OfflineResponses:
         return True
 
     def answer(self, prompt: Prompt) -> dict[str, object]:
-        """Return the message to learn.
+        """Return the response message to train on.
 
         Raises:
-            RowError: It is none.
+            RowError: The row's response is not a message.
             LookupError: The row has none.
         """
         return answer_of(self._key.find(prompt.columns) if self._key else prompt.answer or prompt.label)

@@ -1,4 +1,4 @@
-"""From an engine's tokens to the text that graders get."""
+"""Converts an engine's tokens to the text that graders get."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from posttrain.types import Prompt
 
 
 def answer_of(prompt: Prompt, tokenizer: ChatTokenizer, result: GenerateResult) -> Answer:
-    """Return the text of an engine's response that graders get."""
+    """Return an engine's response as the text that graders get."""
     return Answer(
         text=tokenizer.decode(result.output_ids),
         label=prompt.label,

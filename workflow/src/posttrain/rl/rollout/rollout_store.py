@@ -1,8 +1,8 @@
 """Stores finished sample groups on disk, so that a crash loses none.
 
-A rollout is split into chunks of groups, always the same way. A finished chunk is one file, written durably; after a
-crash the chunks that are there are replayed and the others are asked for again, in the same composition: the engine
-batches a request as a whole, so the composition decides the bits.
+A rollout is always split into the same chunks of groups. A finished chunk is one file, written durably. After a crash
+existing chunks are replayed and the others are requested again with the same composition, because the engine batches a
+request as a whole, so the composition determines the bits.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class RolloutStore:
         self._folder = folder
 
     def read(self, step: int, chunk: int) -> list[SampleGroup] | None:
-        """Return the groups of a finished chunk, None where it is not there.
+        """Return the groups of a finished chunk, None if it does not exist.
 
         Raises:
-            CheckpointError: When the file is damaged.
+            CheckpointError: The file is damaged.
         """
         path = self._path(step, chunk)
         if not path.exists():
@@ -51,7 +51,7 @@ class RolloutStore:
         """Return all groups of a step.
 
         Raises:
-            CheckpointError: Some are not there, or damaged.
+            CheckpointError: Some groups are missing or damaged.
         """
         folder = self._path(step, 0).parent
         chunks = [self.read(step, number) or [] for number, _ in enumerate(folder.glob("chunk_*.json"))]
@@ -67,17 +67,17 @@ class RolloutStore:
         store.write_text(self._path(step, chunk), json.dumps(rows, allow_nan=False) + "\n")
 
     def write_routes(self, step: int, chunk: int, routes: Sequence[np.ndarray]) -> list[Routes]:
-        """Persist where the tokens of a chunk's samples went, before the chunk that refers to it.
+        """Persist the expert routes of a chunk's samples; call it before writing the chunk, which refers to them.
 
         Args:
             step: From 0.
             chunk: Its number.
-            routes: Of each sample [tokens, layers, experts of a token]; none where nobody asked.
+            routes: One per sample, [tokens, layers, experts per token]; empty if not requested.
         """
         if not routes:
             return []
         path, found, offset = self._path(step, chunk).with_suffix(".routes"), [], 0
-        # Layers first: a pipeline stage reads its own.
+        # Layers first, so that a pipeline stage reads only its own.
         rows = [np.ascontiguousarray(of_sample.transpose(1, 0, 2)) for of_sample in routes]
         for row in rows:
             shape = (row.shape[0], row.shape[1], row.shape[2])
@@ -87,7 +87,7 @@ class RolloutStore:
         return found
 
     def forget_before(self, step: int) -> None:
-        """Delete rollouts of steps that a committed checkpoint has made superfluous."""
+        """Delete rollouts of steps that a committed checkpoint covers."""
         for folder in self._folder.glob("step_*"):
             if int(folder.name.removeprefix("step_")) < step:
                 shutil.rmtree(folder)
@@ -97,7 +97,7 @@ class RolloutStore:
 
 
 def _with_routes(group: SampleGroup, folder: Path) -> SampleGroup:
-    """Return a group whose routes are what was written, at their place of today: a run's folder may have moved."""
+    """Return a group with the current paths of its routes, because a run's folder may have moved."""
     return dataclasses.replace(group, samples=tuple(_looked_at(sample, folder) for sample in group.samples))
 
 

@@ -25,43 +25,43 @@ from posttrain.types import RolloutResult
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-# Of one step: an engine that fails for what it is asked would fail for ever.
+# Most recoveries in one step: an engine that a request itself crashes would fail forever.
 MOST_RECOVERIES = 3
 
 
 class RolloutSource(Protocol):
-    """What the loop asks for samples; every rank has one and calls it at the same points."""
+    """Supplies the training loop with samples; every rank has one and makes the same calls."""
 
     def wait_ready(self, step: int | None = None) -> None:
-        """Return when samples can be had; within a step, from 0, where engines start again."""
+        """Wait until samples can be requested; during a step (from 0), if engines restart."""
 
     def collect(self, step: int, recover: Callable[[str], None]) -> RolloutResult:
         """Return the rollout of a step, the same on every rank.
 
         Args:
             step: From 0.
-            recover: Called on every rank, with what has happened, to bring back an engine that has failed.
+            recover: Called on every rank with the failure, to replace a failed engine.
 
         Raises:
-            EngineError: That did not help.
+            EngineError: Recovery did not help.
         """
 
 
 class RolloutMaker(Protocol):
-    """What makes the rollout of a step, on rank 0."""
+    """Makes the rollout of a step, on rank 0."""
 
     async def collect(self, step: int) -> RolloutResult:
         """Return the groups of a step, from 0."""
 
 
 class SynchronousSource:
-    """Samples made while the trainer waits: of exactly the present weights, by engines, or given ones.
+    """Samples made while the trainer waits: from engines with exactly the current weights, or offline responses.
 
     Args:
         runner: Event loop for everything that talks to engines.
-        share: Hands JSON types from rank 0 to all ranks; None where there is one.
+        share: Broadcasts JSON types from rank 0 to all ranks; None with a single rank.
         start_timeout_seconds: Engines must be ready within this.
-        client: The engines, on rank 0; None elsewhere, and where there are none.
+        client: The engines, on rank 0; None elsewhere and without engines.
         maker: Makes rollouts, on rank 0; None elsewhere.
     """
 
@@ -77,7 +77,7 @@ class SynchronousSource:
         self._client, self._maker = client, maker
 
     def wait_ready(self, step: int | None = None) -> None:
-        """Return when engines answer: they have been loading while the trainer did."""
+        """Wait until engines answer; they load while the trainer does."""
         if self._client:
             started, tell = time.perf_counter(), None if step is None else name_silent
             ready = self._client.wait_ready(self._start_timeout_seconds, tell_silent=tell)
@@ -85,7 +85,7 @@ class SynchronousSource:
             log.info("the trainer has its weights; engines were ready %.1f s later", time.perf_counter() - started)
 
     def collect(self, step: int, recover: Callable[[str], None]) -> RolloutResult:
-        """See `RolloutSource`. Groups that are on disk by then are not asked for again."""
+        """See `RolloutSource`. Groups that are already on disk are not requested again."""
         for num_recovered in itertools.count():
             rollout, failure = self._try(step)
             if not failure:
@@ -97,7 +97,7 @@ class SynchronousSource:
         raise AssertionError("unreachable")
 
     def _try(self, step: int) -> tuple[RolloutResult | None, str]:
-        """Return the rollout, or which engine has failed, on every rank alike."""
+        """Return the rollout, or the engine failure, the same on every rank."""
         rollout, failure = None, ""
         try:
             rollout = self._runner.run(_alive(self._maker.collect(step), step)) if self._maker else None
@@ -112,11 +112,11 @@ class SynchronousSource:
 
 
 class StoredSource:
-    """Replays rollouts from disk; every rank reads all of them and no engine is asked.
+    """Replays rollouts from disk without engines; every rank reads all of them.
 
     Args:
-        store: Where they are.
-        num_groups: Of a step.
+        store: The stored rollouts.
+        num_groups: Groups per step.
     """
 
     def __init__(self, store: RolloutStore, num_groups: int):
@@ -129,14 +129,14 @@ class StoredSource:
         """See `RolloutSource`.
 
         Raises:
-            CheckpointError: The step has no whole rollout.
+            CheckpointError: The step has no complete rollout.
         """
         groups = self._store.read_step(step, self._num_groups)
         return RolloutResult(groups, num_replayed=len(groups))
 
 
 async def _alive(work: Coroutine[Any, Any, T], step: int) -> T:
-    """Do something that engines take part in, and say meanwhile that this rank lives."""
+    """Run an engine operation while reporting that this rank is alive."""
     alive = asyncio.create_task(keep_reporting(step, ROLLOUT))
     try:
         return await work

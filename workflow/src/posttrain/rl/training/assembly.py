@@ -58,7 +58,7 @@ def open_run(
     finished: int | None = None,
     eval_folders: Mapping[str, Path] = {},
 ) -> Iterator[TrainingRun]:
-    """Join the ranks, build the policy, and open everything that the loop needs; closes it all at the end.
+    """Join the ranks, build the policy, and open everything the loop needs; a context manager that closes it all.
 
     Args:
         config: The resolved configuration.
@@ -66,12 +66,12 @@ def open_run(
         run_folder: Checkpoints, rollouts, metrics.
         torch_dist: Initial weights.
         model_folder: Checkpoint in Hub layout, with the tokenizer.
-        read_prompts: Returns those that are trained on.
-        engine_urls: Engines, ready or about to be; none where every rollout is on disk already, or responses are given.
-        engine_secret: What they want to be shown.
+        read_prompts: Returns the training prompts.
+        engine_urls: Engines, ready or still starting; empty if all rollouts are on disk or responses are offline.
+        engine_secret: The secret that engines expect with each request.
         may_commit: See `CheckpointFolder`.
         finished: See `CheckpointToLoad`.
-        eval_folders: Of what is measured between steps, see `read_eval_tasks`.
+        eval_folders: Data of the evaluation tasks that run between steps, see `read_eval_tasks`.
 
     Raises:
         RuntimeError: This node sees a newer checkpoint.
@@ -137,7 +137,7 @@ def _sinks_of(config: Config, run_folder: Path, run_name: str, to_load: Checkpoi
 def _build(
     config: Config, client: EngineClient | None, runner: asyncio.Runner, has_engines: bool
 ) -> tuple[Policy, SleepingTrainer | None, SleepingEngines | None]:
-    """Return the policy, and its colocation peer, if any: engines that are ready and asleep before it is built."""
+    """Return the policy and its colocation, if any; offload colocated engines before building the policy."""
     if not has_engines or not takes_turns(config):
         return build_policy(config), None, None
     engines = SleepingEngines(client, runner, config.engine.start_timeout_seconds)
@@ -161,7 +161,7 @@ def _state_of(
 
 
 def objective_of(config: Config) -> Objective:
-    """Return what a configuration trains."""
+    """Return the training objective of a configuration."""
     longest = config.rollout.max_response_tokens
     if config.training.objective == "sft":
         return SupervisedFineTuning(config.algorithm.loss_aggregation, longest)
@@ -169,7 +169,7 @@ def objective_of(config: Config) -> Objective:
 
 
 def _keep_rollouts(finished: int) -> None:
-    """Delete none of them: `logging.keep_rollouts`."""
+    """Delete no rollout: `logging.keep_rollouts`."""
 
 
 def _open_makers(
@@ -183,9 +183,9 @@ def _open_makers(
     runner: asyncio.Runner,
     stack: ExitStack,
 ) -> tuple[RolloutMaker | None, StepEvaluation | None]:
-    """Return what makes rollouts, of what the data give or with engines, and what measures between steps.
+    """Return the rollout source (offline responses or engines) and the evaluation between steps.
 
-    Neither, nor a tokenizer or graders, where all rollouts are on disk already.
+    If all rollouts are on disk already, it opens no tokenizer, graders or engines.
     """
     if client is None and uses_engines(config):
         return None, None

@@ -1,4 +1,4 @@
-"""From the graded groups of a rollout to the packed micro-batches of each optimizer update.
+"""Turns the graded groups of a rollout into the packed micro-batches of each optimizer update.
 
 Every rank computes the same plan from the same groups, and builds the micro-batches of its own data-parallel rank.
 """
@@ -28,7 +28,7 @@ class Update:
     Args:
         samples: The whole global batch, in rollout order.
         batches: This rank's micro-batches; their sample indices count in `samples`.
-        num_micro_batches: Of all data-parallel ranks together.
+        num_micro_batches: Total over all data-parallel ranks.
         advantages: [len(samples)] fp32.
         weights: [len(samples)] fp32, the weight of each response token of a sample in the loss.
         old_logprobs: [T] per micro-batch on ranks that see log-probabilities; empty before they are computed.
@@ -42,16 +42,16 @@ class Update:
     old_logprobs: tuple[torch.Tensor, ...] = ()
 
     def with_old_logprobs(self, old_logprobs: Sequence[torch.Tensor]) -> Update:
-        """Return the update with the log-probabilities before it."""
+        """Return a copy with these old log-probabilities."""
         return replace(self, old_logprobs=tuple(old_logprobs))
 
     @property
     def has_signal(self) -> bool:
-        """An advantage is not zero: some token is to become more likely, or less."""
+        """Whether any advantage is nonzero."""
         return bool(self.advantages.any())
 
     def micro_batches(self, needs: Needs) -> list[TrainingMicroBatch]:
-        """Return what the trainer's schedule consumes, with the log-probabilities that the objective needs."""
+        """Return the trainer's micro-batches, with the log-probabilities that the objective needs."""
         old = self.old_logprobs or (None,) * len(self.batches)
         return [
             TrainingMicroBatch(
@@ -81,7 +81,7 @@ def make_updates(config: Config, objective: Objective, groups: Sequence[SampleGr
 
     Args:
         config: The resolved configuration.
-        objective: What is trained.
+        objective: The training objective.
         groups: The rollout, in prompt order.
         dp_rank: The rank that the micro-batches are for.
     """
@@ -113,7 +113,7 @@ def _make_update(
 def pack_samples(
     config: Config, samples: Sequence[Sample], dp_rank: int
 ) -> tuple[list[PackedBatch], list[list[list[int]]]]:
-    """Pack samples into micro-batches, as many on every data-parallel rank.
+    """Pack samples into the same number of micro-batches on every data-parallel rank.
 
     Args:
         config: The resolved configuration.
@@ -121,7 +121,7 @@ def pack_samples(
         dp_rank: The rank that the micro-batches are for.
 
     Returns:
-        Those, and the plan: the places of the samples in each micro-batch of each rank.
+        This rank's micro-batches, and the plan: the indices of the samples in each micro-batch of each rank.
     """
     multiple, sequence_multiple = row_multiples(config)
     plan = plan_rows(config, [sample.num_tokens for sample in samples])
@@ -129,20 +129,20 @@ def pack_samples(
 
 
 def plan_rows(config: Config, num_tokens: Sequence[int]) -> list[list[list[int]]]:
-    """Return the places of samples of so many tokens in each micro-batch of each data-parallel rank."""
+    """Return, for each data-parallel rank, the sample indices of each micro-batch, from the samples' token counts."""
     multiple, sequence_multiple = row_multiples(config)
     lengths = [-(-count // sequence_multiple) * sequence_multiple for count in num_tokens]
-    # Rounded down, so that a padded row keeps the budget too.
+    # Round down so that a padded row stays within the budget.
     budget = token_budget(config) // multiple * multiple
     costs, ranks = sample_costs(config, lengths), data_parallel_size(config)
     return pack(lengths, costs, budget, ranks, micro_batch_multiple(config))
 
 
 def sample_costs(config: Config, lengths: Sequence[int]) -> list[float]:
-    """Return the floating-point operations of training on sequences of such lengths.
+    """Return the training FLOPs of sequences of these lengths.
 
-    The attention of `rl.megatron_backend.glm5` multiplies a query with every key before it and leaves out what was not
-    selected; so the cost has all of them.
+    The attention of `rl.megatron_backend.glm5` multiplies each query with all earlier keys and then masks those not
+    selected, so the cost counts every key.
     """
     arch = config.model.architecture
     computed = replace(arch, index_topk=arch.max_position_embeddings)
@@ -154,8 +154,8 @@ def sample_costs(config: Config, lengths: Sequence[int]) -> list[float]:
 def row_multiples(config: Config) -> tuple[int, int]:
     """Return the numbers that a row's tokens and a sequence's tokens must be divisible by.
 
-    Context parallelism gives each rank two chunks of every sequence, which balances causal attention; of the tokens of
-    a context-parallel rank, sequence parallelism gives each tensor-parallel rank as many.
+    Context parallelism splits every sequence into two chunks per rank, which balances causal attention. Sequence
+    parallelism then splits the tokens of a context-parallel rank evenly over its tensor-parallel ranks.
     """
     tensor, context = config.parallel.tensor_model_parallel_size, config.parallel.context_parallel_size
     sequence_multiple = 2 * context if context > 1 else 1

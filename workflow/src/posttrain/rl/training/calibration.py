@@ -1,7 +1,8 @@
 """Calibration passes on the trainer's own model: forward passes over conversations, and a durable state between shards.
 
-Every rank renders the same conversations and computes its own share of each shard. What was seen is merged over ranks
-after each; rank 0 keeps it. In one layout a pass that was killed ends with the bits of an undisturbed one.
+Every rank renders the same conversations and computes its own share of each shard. After each shard, observations are
+merged over ranks and rank 0 saves them. With the same layout, a pass that was killed and resumed gives the same bits as
+an undisturbed one.
 """
 
 from __future__ import annotations
@@ -49,15 +50,15 @@ def calibrate(
     made_from: str,
     folder: Path,
 ) -> None:
-    """Run all passes, and write what they have seen; all ranks together.
+    """Run all passes and write their observations; collective.
 
     Args:
-        config: Of the ranks (`config.derived.calibrating`).
-        torch_dist: Weights: a converted checkpoint, or one of training.
+        config: The ranks' configuration (`config.derived.calibrating`).
+        torch_dist: The weights: a converted checkpoint or a training checkpoint.
         model_folder: Checkpoint in Hub layout, with the tokenizer.
-        conversations: Name of each pass -> folder that `download_rows` has made.
+        conversations: Pass name -> folder written by `download_rows`.
         made_from: Digest of weights and conversations.
-        folder: Gets `{pass}.safetensors` for each pass, and `coverage.json`.
+        folder: Output: `{pass}.safetensors` for each pass, and `coverage.json`.
 
     Raises:
         ConfigError: See `read_pass`.
@@ -77,7 +78,7 @@ def calibrate(
 def _run_pass(
     policy: Policy, inputs: ExpertInputs, name: str, read: Read, made_from: str, folder: Path
 ) -> ExpertMaxima:
-    """Return what a pass has seen, on every rank that began it; on rank 0 with what was seen before a kill."""
+    """Return a pass's observations; on rank 0 they include those saved before a restart."""
     config, arch = policy.config, policy.config.model.architecture
     size = config.serving.samples_per_shard
     shards = [read.samples[start : start + size] for start in range(0, len(read.samples), size)]
@@ -99,7 +100,7 @@ def _run_pass(
 
 
 def key_of(config: Config, made_from: str, samples: Sequence[tuple[int, ...]]) -> str:
-    """Return a digest of all that decides the bits of a pass: weights, tokens, shards, layout, precision, machine."""
+    """Return a digest of what determines a pass's bits: weights, tokens, shards, layout, precision, machine."""
     decides: dict[str, Any] = {
         "made_from": made_from,
         "samples": hashlib.sha256(json.dumps(samples).encode()).hexdigest(),
@@ -112,8 +113,8 @@ def key_of(config: Config, made_from: str, samples: Sequence[tuple[int, ...]]) -
 
 
 def _batches(config: Config, shard: Sequence[tuple[int, ...]]) -> tuple[list[PackedBatch], list[torch.Tensor]]:
-    """Return this rank's micro-batches of a shard, and of each which tokens of the row are real [T] bool."""
-    # What is predicted is nobody's business here: of one token each, so that almost no logits are made.
+    """Return this rank's micro-batches of a shard, and each one's mask of non-padding tokens [T] bool."""
+    # Calibration needs no predictions: one response token per sample keeps the logits tiny.
     samples = [Sample(i, 0, tokens[:-1], tokens[-1:], (), "stop", None, None) for i, tokens in enumerate(shard)]
     multiple, sequence_multiple = row_multiples(config)
     lengths = [-(-len(tokens) // sequence_multiple) * sequence_multiple for tokens in shard]
@@ -125,14 +126,14 @@ def _batches(config: Config, shard: Sequence[tuple[int, ...]]) -> tuple[list[Pac
 
 
 def real_tokens(batch: PackedBatch, samples: Sequence[Sample]) -> torch.Tensor:
-    """Return which tokens of a row are a sample's [T] bool; the others are padding."""
+    """Return a mask of a row's non-padding tokens [T] bool."""
     own = [samples[index].num_tokens for index in batch.sample_indices]
     own += [0] * (len(batch.lengths) - len(own))
     return torch.cat([torch.arange(length) < real for length, real in zip(batch.lengths, own, strict=True)])
 
 
 def write_results(config: Config, folder: Path, read: Mapping[str, Read], seen: Mapping[str, ExpertMaxima]) -> None:
-    """Write the maxima of each pass under Model Optimizer's names, and how many tokens each expert was given."""
+    """Write each pass's maxima under Model Optimizer's names, and the number of tokens routed to each expert."""
     first = config.model.architecture.first_k_dense_replace
     passes: dict[str, Any] = {}
     for name, found in seen.items():

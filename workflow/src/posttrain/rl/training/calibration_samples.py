@@ -1,4 +1,4 @@
-"""The conversations of calibration passes as tokens; the job's head reads them before ranks start."""
+"""Tokenizes the conversations of calibration passes; the job's head node reads them before ranks start."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from posttrain.rl.data.dataset_files import CONVERSATIONS
 
 @dataclass(frozen=True)
 class Read:
-    """What a pass reads.
+    """Input of one calibration pass.
 
     Args:
         samples: Tokens of each conversation.
-        num_short: Conversations that were passed over because they are too short.
+        num_short: Conversations skipped because they are too short.
     """
 
     samples: list[tuple[int, ...]]
@@ -27,7 +27,7 @@ class Read:
 
 
 def read_pass(config: Config, name: str, tokenizer: ChatTokenizer, folder: Path) -> Read:
-    """Return the conversations of a pass as tokens: the first that are long enough, cut where they are too long.
+    """Return a pass's conversations as tokens: the first ones that are long enough, truncated to the maximum length.
 
     Raises:
         ConfigError: None is long enough.
@@ -53,10 +53,10 @@ def read_pass(config: Config, name: str, tokenizer: ChatTokenizer, folder: Path)
 
 
 def read_passes(config: Config, tokenizer: ChatTokenizer, conversations: Mapping[str, Path]) -> dict[str, Read]:
-    """Return what all passes read, by name; see `read_pass`.
+    """Return the input of every pass by name; see `read_pass`.
 
     Raises:
-        ConfigError: Naming every pass that has nothing to read.
+        ConfigError: Some passes have no input; names them.
     """
     found, problems = dict[str, Read](), list[Problem]()
     for name, folder in conversations.items():

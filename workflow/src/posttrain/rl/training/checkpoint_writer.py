@@ -1,7 +1,7 @@
 """Writes checkpoints in a thread while the main thread does not change the training state.
 
-Nothing is copied for it: from the end of a step until the first pass of the next, a rollout long, weights and optimizer
-state stay as they are, on the host where the trainer sleeps.
+It needs no copy: from the end of a step to the first pass of the next, while the rollout runs, weights and optimizer
+state do not change. With colocation they are then in host memory.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from posttrain.store.durable import naming
 
 log = logging.getLogger(__name__)
 
-# Ranks wait for the one that writes longest. Whether it hangs is judged where training waits for it.
+# Ranks wait for the slowest writer. `finish`, where training waits, detects a hang.
 WRITE_TIMEOUT = timedelta(days=1)
 
 
 class CheckpointWriter:
-    """Writes and commits one checkpoint at a time; every rank makes one and calls it at the same points.
+    """Writes and commits one checkpoint at a time; every rank has one and makes the same calls.
 
     Args:
-        policy: What is trained; nobody changes it between `begin` and the end of `finish`.
-        folder: Where checkpoints are.
-        needed_bytes: What a checkpoint takes, for the message when there is no room.
-        forget_before: Called on rank 0 with the finished steps of a checkpoint that was committed.
-        trainer: Has what is written in host memory, and goes to sleep meanwhile; None where nobody sleeps.
+        policy: Model and optimizer; must not change between `begin` and the end of `finish`.
+        folder: The run's checkpoints.
+        needed_bytes: Size of a checkpoint, for the message when the disk is full.
+        forget_before: Called on rank 0 after a commit, with the checkpoint's finished steps.
+        trainer: Offloads the written state to host memory meanwhile; None without colocation.
     """
 
     def __init__(
@@ -54,21 +54,21 @@ class CheckpointWriter:
         self._trainer = trainer
         self._needed_bytes = needed_bytes
         self._is_rank0 = dist.get_rank() == 0
-        # The default group is the main thread's.
+        # The main thread uses the default group.
         self._group = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT)
         self._written: Future[None] | None = None
 
     @property
     def is_writing(self) -> bool:
-        """A checkpoint was begun and is not finished."""
+        """Whether a checkpoint is in progress."""
         return self._written is not None
 
     def begin(self, finished: int, canary: ReferenceLogprobs | None = None) -> None:
-        """Begin to write the state after `finished` steps; their metrics are on disk by now.
+        """Start writing the state after `finished` steps; their metrics must be on disk already.
 
         Args:
-            finished: Steps.
-            canary: Of these weights, which lies beside them.
+            finished: Number of finished steps.
+            canary: Reference log-probabilities of these weights, stored in the checkpoint.
         """
         assert self._written is None, "one checkpoint at a time"
         started = time.perf_counter()
@@ -81,10 +81,10 @@ class CheckpointWriter:
         self._written = in_thread(partial(self._write_and_commit, finished, write, canary, started))
 
     def finish(self) -> None:
-        """Return when the checkpoint is committed.
+        """Wait until the checkpoint is committed.
 
         Raises:
-            OSError: It could not be written; with its folder, and what it takes.
+            OSError: It could not be written; names its folder and size.
             LeaseLostError: Another supervisor has taken over the run.
         """
         assert self._written is not None, "no checkpoint was begun"

@@ -1,11 +1,11 @@
-"""The checkpoints of a training run on disk: written aside, committed by one rename, and only the newest few kept.
+"""A training run's checkpoints on disk: written to a partial folder, committed by one rename, only the newest few kept.
 
 A checkpoint exists when its folder `step_000020` does. Until then it is `step_000020.partial`, and while it is deleted
-it is `step_000020.expired`: nobody reads either, and what a dead attempt left of them is reported and removed. The
-number of finished steps is the state: seeds, prompts and learning rate follow from it.
+it is `step_000020.expired`. Nobody reads either; those left by a dead attempt are reported and removed. The number of
+finished steps is the only loop state: seeds, prompts and learning rate follow from it.
 
-A manifest in each checkpoint holds the hash of every file. Readers of torch's format do not notice a changed byte: the
-manifest is compared before a checkpoint is used. Ranks share the work, each hashes what it wrote.
+A manifest in each checkpoint holds the hash of every file, and is checked before a checkpoint is used, because readers
+of torch's format do not notice a changed byte. Ranks share the work: each hashes what it wrote.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class CheckpointFolder:
     Args:
         folder: `train/checkpoints`.
         keep: Newest checkpoints to keep.
-        may_commit: Called right before a checkpoint becomes visible; raises when the run has another writer by now.
+        may_commit: Called right before a checkpoint becomes visible; raises if another writer has taken over the run.
     """
 
     def __init__(self, folder: Path, keep: int, may_commit: Callable[[], None] = lambda: None):
@@ -43,18 +43,18 @@ class CheckpointFolder:
         folder.mkdir(parents=True, exist_ok=True)
 
     def newest_step(self) -> int:
-        """Return the finished steps of the newest committed checkpoint, 0 where there is none."""
+        """Return the finished steps of the newest committed checkpoint, 0 if there is none."""
         committed = committed_checkpoints(self._folder)
         return committed[-1][0] if committed else 0
 
     def begun_from(self, inputs: Mapping[str, str]) -> dict[str, str]:
-        """Return what the run began with: its checkpoints go on from that, whatever the store holds by now.
+        """Return the inputs that the run started from; a resumed run keeps them even if the store has changed since.
 
         Args:
-            inputs: Name -> digest of the receipts that a start from the beginning would use.
+            inputs: Name -> digest of the receipts that a fresh start would use.
 
         Raises:
-            CheckpointError: It cannot be read any more.
+            CheckpointError: The record cannot be read.
         """
         path = self._folder / BEGUN_FROM_NAME
         if not path.exists() or self.newest_step() == 0:
@@ -69,36 +69,36 @@ class CheckpointFolder:
         return self._folder / f"step_{step:06d}"
 
     def remove_leftovers(self) -> None:
-        """Report and delete what dead attempts were writing or deleting."""
+        """Report and delete the partial and expired folders of dead attempts."""
         for suffix, work in (("partial", "written"), ("expired", "deleted")):
             for leftover in self._folder.glob(f"step_*.{suffix}"):
                 log.warning("removing %s: an earlier attempt ended while it was %s", leftover, work)
                 shutil.rmtree(leftover)
 
     def partial(self, step: int) -> Path:
-        """Return the folder that the checkpoint after `step` finished steps is written into."""
+        """Return the folder in which the checkpoint after `step` finished steps is written."""
         return store.partial_of(self.path(step))
 
     def begin(self, step: int) -> None:
-        """Make that folder; it must not exist."""
+        """Create the partial folder; it must not exist."""
         self.partial(step).mkdir()
 
     def record_share(self, step: int, rank: int) -> list[FileRecord]:
-        """Hash what a rank wrote into the unfinished folder; rank 0 also what is no rank's shard."""
+        """Hash the files that a rank wrote to the partial folder; rank 0 also hashes files that are no rank's shard."""
         folder = self.partial(step)
         names = sorted(path.name for path in folder.iterdir())
         return [store.record_file(folder, name) for name in names if _writer_of(name) == rank]
 
     def write_manifest(self, step: int, records: Iterable[FileRecord]) -> None:
-        """Put the hashes of all files into the unfinished folder; rank 0 does."""
+        """Write the hashes of all files to the partial folder; only on rank 0."""
         rows = [dataclasses.asdict(record) for record in sorted(records, key=lambda record: record.path)]
         store.write_json(self.partial(step) / MANIFEST_NAME, rows)
 
     def check_content(self, step: int, rank: int = 0, num_ranks: int = 1) -> None:
-        """Make sure that a committed checkpoint is what was written; each rank reads its share.
+        """Check a committed checkpoint against its manifest; each rank reads its share.
 
         Raises:
-            CheckpointError: Naming what is missing or changed, and what to do: an older one is never taken silently.
+            CheckpointError: Files are missing or changed; names them and the remedy. Never falls back silently.
         """
         folder = self.path(step)
         if found := _compare(folder, rank, num_ranks, content=True):
@@ -106,10 +106,10 @@ class CheckpointFolder:
             raise CheckpointError(f"{folder} is not what was written:\n  {listed}\n  remedy: {remedy}")
 
     def commit(self, step: int) -> None:
-        """Make the checkpoint visible, and delete the oldest beyond those kept.
+        """Make the checkpoint visible, and delete all but the newest `keep`.
 
         Raises:
-            RuntimeError: When another supervisor has taken over the run.
+            RuntimeError: Another supervisor has taken over the run.
         """
         partial = self.partial(step)
         store.sync_tree(partial)
@@ -127,7 +127,7 @@ class CheckpointFolder:
 
 
 def read_begun_from(folder: Path) -> dict[str, str]:
-    """Return what the checkpoints in a folder were begun with: name -> digest of a receipt.
+    """Return the inputs that a folder's checkpoints started from: name -> digest of a receipt.
 
     Raises:
         CheckpointError: It cannot be read.
@@ -140,23 +140,23 @@ def read_begun_from(folder: Path) -> dict[str, str]:
 
 
 def committed_checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """Return (finished steps, folder) of every committed checkpoint, rising; none where nothing was begun."""
+    """Return (finished steps, folder) of every committed checkpoint, in ascending order."""
     found = ((_COMMITTED.fullmatch(path.name), path) for path in folder.glob("step_*"))
     return sorted((int(match[1]), path) for match, path in found if match)
 
 
 def write_seconds(folder: Path) -> float:
-    """Return the time from the first to the last file of the newest committed checkpoint, 0 where there is none."""
+    """Return the seconds between the first and last file of the newest committed checkpoint, 0 if there is none."""
     committed = committed_checkpoints(folder)
     try:
         written = [path.stat().st_mtime for _, newest in committed[-1:] for path in newest.iterdir()]
-    except FileNotFoundError:  # it has just expired, and there is a newer one
+    except FileNotFoundError:  # it has just expired: a newer one exists
         return write_seconds(folder)
     return max(written, default=0.0) - min(written, default=0.0)
 
 
 def check_sizes(folder: Path) -> list[str]:
-    """Return a line for each file of a committed checkpoint that is missing or of another size than was written."""
+    """Return a line for each file of a committed checkpoint that is missing or has the wrong size."""
     return _compare(folder, content=False)
 
 
@@ -171,7 +171,7 @@ def _compare(folder: Path, rank: int = 0, num_ranks: int = 1, *, content: bool) 
 
 
 def _share(rows: Sequence[FileRecord], rank: int, num_ranks: int) -> Sequence[FileRecord]:
-    """Return what a rank reads: in the layout of the save what it wrote, which it loads next, from memory by then."""
+    """Return the files a rank checks: its own if the layout is unchanged, so its later load hits the page cache."""
     if max(_writer_of(row.path) for row in rows) + 1 == num_ranks:
         return [row for row in rows if _writer_of(row.path) == rank]
     return rows[rank::num_ranks]

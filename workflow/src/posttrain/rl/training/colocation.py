@@ -1,14 +1,14 @@
-"""Trainer and engines take turns on the GPUs that they share, by the table of `plan.sizing.phases`.
+"""Colocation: trainer and engines share GPUs and offload in turn, by the table of `plan.sizing.phases`.
 
-    engines ready -> give all back -> the trainer loads
-    -> weight_sync    the optimizer sleeps, engines have their weights' memory again, and get weights
-    -> rollout        the trainer sleeps, engines have their cache again
-    -> save           engines give all back; what is written lies on the host
-    -> old_logprobs, mismatch -> train   the trainer wakes, then its optimizer
+    engines ready -> engines release all memory -> the trainer loads
+    -> weight_sync    the optimizer is offloaded, engines allocate weight memory and receive weights
+    -> rollout        the trainer is offloaded, engines allocate their KV cache
+    -> save           engines release all memory; the checkpoint is written from host memory
+    -> old_logprobs, mismatch -> train   the trainer is loaded back, then its optimizer
     -> weight_sync ...
 
-Whoever has to go to sleep does so on all nodes before anybody wakes up. Engines forget their weights, so that there is
-no way from training to a rollout but through `weight_sync`: what may not come next cannot be called.
+Each transition completes all offloads on all nodes before it wakes anything. Sleeping engines drop their weights, so a
+rollout can follow training only through `weight_sync`; `Colocation.enter` refuses any other order.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ ENGINE = frozenset((ENGINE_WEIGHTS, ENGINE_CACHE))
 
 
 class Sleeper(Protocol):
-    """What has parts that can sleep; those of others are none of its business."""
+    """One side of a colocation: offloads and reloads its own parts and ignores the other side's."""
 
     def sleep(self, parts: Iterable[str]) -> None:
-        """Put awake parts to sleep."""
+        """Offload parts that are awake."""
 
     def wake(self, parts: Iterable[str]) -> None:
-        """Wake sleeping parts."""
+        """Reload parts that are asleep."""
 
 
 class SleepingEngines:
@@ -59,9 +59,9 @@ class SleepingEngines:
         self._start_timeout_seconds = start_timeout_seconds
 
     def start(self) -> None:
-        """Wait until all are ready, and have them give back everything; collective.
+        """Wait until all engines are ready, then have them release all memory; collective.
 
-        An engine sizes its cache by the memory that is free when it starts: the trainer must not have any yet.
+        An engine sizes its KV cache by the memory that is free at its start, so the trainer must not hold any yet.
         """
         if self._client:
             self._runner.run(self._client.wait_ready(self._start_timeout_seconds))
@@ -70,12 +70,12 @@ class SleepingEngines:
         wait_for_all()
 
     def sleep(self, parts: Iterable[str]) -> None:
-        """Have engines that are idle give parts back."""
+        """Have idle engines release parts."""
         if self._client and (parts := ENGINE & {*parts}):
             self._runner.run(self._client.release_memory(parts))
 
     def wake(self, parts: Iterable[str]) -> None:
-        """Have engines take parts again."""
+        """Have engines allocate parts again."""
         if self._client and (parts := ENGINE & {*parts}):
             self._runner.run(self._client.resume_memory(parts))
 
@@ -84,8 +84,8 @@ class Colocation:
     """Tracks which side is awake and which phases may follow; every rank calls it at the same points.
 
     Args:
-        trainer: Awake, with all its parts.
-        engines: Asleep, with all theirs.
+        trainer: All its parts are awake.
+        engines: All their parts are asleep.
         wait: Returns when all ranks have called it.
     """
 
@@ -96,14 +96,14 @@ class Colocation:
 
     @property
     def awake(self) -> frozenset[str]:
-        """The parts that are awake."""
+        """Parts that are awake."""
         return self._awake
 
     @property
     def next(self) -> Mapping[str, Callable[[], None]]:
-        """The phases that may come next, and how to enter each; collective.
+        """Allowed next phases, and how to enter each; collective.
 
-        Engines without weights have no cache: they would sample noise.
+        A rollout is not allowed while engines lack weights: they would sample noise.
         """
         possible = {
             name: PHASES[LIKE_OTHERS.get(name, name)]
@@ -116,7 +116,7 @@ class Colocation:
         """Enter a phase.
 
         Raises:
-            RuntimeError: It may not come next.
+            RuntimeError: The phase may not come next.
         """
         following = self.next
         if phase not in following:
@@ -124,7 +124,7 @@ class Colocation:
         following[phase]()
 
     def have_published(self) -> None:
-        """Let a rollout come: engines have got their weights."""
+        """Allow a rollout: engines have received the weights."""
         assert ENGINE_WEIGHTS in self._awake, "only awake engines get weights"
         self._engines_have_weights = True
 

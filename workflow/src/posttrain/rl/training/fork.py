@@ -1,4 +1,4 @@
-"""Begins a run with another run's state: its checkpoint by hard links, and the metrics of the steps behind it."""
+"""Starts a run from another run's state: hard links to its checkpoint, and copies of the metrics up to that step."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def begin_fork(paths: Paths) -> Receipt:
     """Link the parent's checkpoint into the fork; trainer ranks compare its content before they load it.
 
     Args:
-        paths: Of the run that begins.
+        paths: Of the new run.
 
     Returns:
         Its lineage: the weights' origin, every ancestor with its changes, the checkpoint's manifest.
 
     Raises:
-        ConfigError: When the fork is not possible, with all reasons.
-        LeaseHeldError: When somebody trains the run already.
+        ConfigError: The fork is not possible; lists all reasons.
+        LeaseHeldError: Another process already trains the run.
     """
     raise_if_any(check_fork(paths))
     parent, step = parent_of(paths)
@@ -48,13 +48,13 @@ def begin_fork(paths: Paths) -> Receipt:
 
 
 def copy_metrics(source: Path, target: Path, step: int) -> None:
-    """Copy the metrics of the parent's steps, so that the fork's curves begin where the parent's do."""
+    """Copy the metrics of the parent's steps, so that the fork's curves include them."""
     rows = [row for row in read_rows(source) if row["step"] <= step]
     store.write_text(target, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def take_checkpoint(source: Path, checkpoints: CheckpointFolder, step: int) -> None:
-    """Copy another run's checkpoint, by hard links where the file system has them."""
+    """Copy another run's checkpoint, with hard links if the file system supports them."""
     checkpoints.remove_leftovers()
     copied = 0
     for path in sorted(source.iterdir()):
@@ -73,6 +73,6 @@ def _lineage_receipt(paths: Paths, checkpoint: Path) -> Receipt:
     ancestors: list[dict[str, Any]] = read_lineage(parent.fork_receipt)
     lineage = [*ancestors, {"run": parent.run.name, "step": step, "changed": changed_values(paths)}]
     manifest = store.hash_file(checkpoint / MANIFEST_NAME)
-    # The model's weights are the same whatever was trained on them; the parent's own folder may be deleted some day.
+    # Take the initial weights from the model, not the parent: they are the same, and the parent may be deleted one day.
     weights = {name: digest for name, digest in begun_from.items() if name.startswith("torch_dist")}
     return Receipt(STEP, (), weights, {"lineage": lineage, "manifest_xxh3_128": manifest})

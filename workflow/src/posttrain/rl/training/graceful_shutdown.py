@@ -1,20 +1,20 @@
-"""A training that receives SIGUSR1 saves at the end of its step and exits with a dedicated code.
+"""Graceful shutdown: on SIGUSR1, training saves at the end of the step and exits with a dedicated code.
 
-Its node's supervisor asks rank 0 with SIGUSR1, before a scheduler's time limit. A user may send it to the whole job,
-and it then reaches every process of it: engines and graders too. So it is blocked, which children inherit, and never
-handled: whoever wants to know looks whether it waits.
+The node's supervisor sends SIGUSR1 to rank 0 before the scheduler's time limit. A user may send it to the whole job,
+which reaches every process, including engines and graders. So the signal is blocked (children inherit that) and never
+handled; `is_asked` checks whether it is pending.
 """
 
 from __future__ import annotations
 
 import signal
 
-# Told from success and from every failure: the state is saved, and there are steps left.
+# Differs from success and from every failure: the state is saved, and steps remain.
 SAVED_EXIT_CODE = 85
 
 
 def block() -> None:
-    """Keep SIGUSR1 from ending this thread and all threads and processes that it starts from now on."""
+    """Block SIGUSR1 in this thread and in all threads and processes that it starts later."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
 
 

@@ -1,8 +1,8 @@
 """A run's parent: checked when the workflow is planned, recorded in the fork's receipt.
 
-A fork begins with another run's weights, optimizer state and number of finished steps, and goes on under its own
-experiment. The model stays the same and the trainer's precision too: otherwise the state would not be the same. All
-else may differ; what does is kept.
+A fork starts with another run's weights, optimizer state and number of finished steps, and continues under its own
+experiment. Model and trainer precision must be the parent's, because the state depends on them. Everything else may
+differ; differences are recorded.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ PRECISION = "trainer.params_dtype"
 
 
 def parent_of(paths: Paths) -> tuple[Paths, int]:
-    """Return the folder of a fork's parent and the step that it begins after."""
+    """Return the folder of a fork's parent, and the parent's step after which the fork starts."""
     name, _, step = paths.resolved.fork.partition("@")
     return Paths(dataclasses.replace(paths.resolved, run=name, fork="")), int(step)
 
 
 def read_lineage(receipt: Path) -> list[dict[str, Any]]:
-    """Return a run's ancestors, the oldest first: "run", "step" and what was "changed"; none for one without receipt.
+    """Return a run's ancestors, oldest first, each with "run", "step" and "changed"; empty without a receipt.
 
     Args:
-        receipt: Of the fork, `Paths.fork_receipt`.
+        receipt: The fork's, `Paths.fork_receipt`.
     """
     return list(read_receipt(receipt).settings["lineage"]) if receipt.exists() else []
 
 
 def changed_values(paths: Paths) -> dict[str, list[Any]]:
-    """Return key -> (the parent's value, the fork's) of the experiment, where they differ."""
+    """Return experiment key -> (parent's value, fork's value) for the keys that differ."""
     parent, _ = parent_of(paths)
     old, new = leaves_of(read_yaml(parent.experiment)), leaves_of(paths.resolved.experiment)
     return {key: [old.get(key), new.get(key)] for key in sorted(old | new) if old.get(key) != new.get(key)}
 
 
 def check_fork(paths: Paths) -> list[Problem]:
-    """Return the problems of the fork that a configuration asks for, if any."""
+    """Return the problems of the fork that a configuration requests, if any."""
     if not paths.resolved.fork:
         return []
     if paths.fork_receipt.exists():
@@ -59,14 +59,14 @@ def check_fork(paths: Paths) -> list[Problem]:
 
 
 def refuse_other_run(paths: Paths) -> None:
-    """Raise a `ConfigError` where a run of this name began with another experiment, or cannot be forked as asked."""
+    """Raise `ConfigError` if a run of this name started with another experiment, or cannot be forked as requested."""
     if paths.train.exists():
         refuse_other_experiment(paths.experiment, paths.resolved)
     raise_if_any(check_fork(paths))
 
 
 def _other_parent(paths: Paths) -> Iterator[Problem]:
-    """A fork that has begun keeps its parent, whether that still exists or not."""
+    """Yield a problem if a started fork names another parent; its own parent need not exist any more."""
     last = read_lineage(paths.fork_receipt)[-1]
     begun = f"{last['run']}@{last['step']}"
     if begun != paths.resolved.fork:

@@ -1,10 +1,10 @@
 """A step on one page: rollout, old log-probabilities, mismatch, update(s), weight sync, checkpoint.
 
-Every rank runs this loop. Rank 0 also talks to the engines, in its own thread because a synchronous rollout leaves it
-nothing else to do, writes metrics and commits checkpoints. A step depends on the weights and its number alone, so a run
-that was killed anywhere continues with the same bits.
+Every rank runs this loop. Rank 0 also talks to the engines (in its own thread: a synchronous rollout leaves it nothing
+else to do), writes metrics and commits checkpoints. A step depends only on the weights and its number, so a run that is
+killed at any point resumes with the same bits.
 
-A checkpoint is written while the next step's rollout runs, which leaves the trainer's state alone.
+A checkpoint is written during the next step's rollout, which does not change the trainer's state.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ log = logging.getLogger(__name__)
 
 
 def train(run: TrainingRun, until: int = 0) -> bool:
-    """Train from the run's newest checkpoint to its last step, or until it is asked to end.
+    """Train from the run's newest checkpoint to its last step, or until a shutdown is requested.
 
     Args:
         run: Policy, engines, data and files of this run.
-        until: End after this step; 0: after the run's last.
+        until: Stop after this step; 0: after the run's last.
 
     Returns:
-        Whether the last step is done.
+        Whether the last step is finished.
     """
     num_steps = until or run.config.training.num_steps
     finished, lessons = run.resume(), NoSignalMonitor()
@@ -46,14 +46,14 @@ def train(run: TrainingRun, until: int = 0) -> bool:
 
 
 def train_step(run: TrainingRun, step: int) -> dict[str, float]:
-    """Run one step and return its metrics (on rank 0; elsewhere nothing)."""
+    """Run one step and return its metrics (empty except on rank 0)."""
     clock = run.clock(step)
     run.reseed(step)
     evaluated = run.evaluate(step, clock)
     with clock.phase("rollout"):
         rollout = run.collect(step)
     run.state.finish_save(clock)
-    run.find_slow_ranks()  # while engines rest, and nothing is written
+    run.find_slow_ranks()  # while engines are idle and no checkpoint is being written
     updates = run.make_updates(rollout.groups)
     with clock.phase("old_logprobs"):
         updates = run.with_old_logprobs(step, updates)
@@ -75,7 +75,7 @@ def train_step(run: TrainingRun, step: int) -> dict[str, float]:
 
 
 def progress_note(metrics: Mapping[str, float]) -> str:
-    """Return the note beside the progress bar; it warns where samples are not from the policy."""
+    """Return the note beside the progress bar; it warns if trainer and engine log-probabilities differ."""
     note, share = f"reward {metrics.get('rollout/reward_mean', 0):.3f}", metrics.get("mismatch/share_of_limit", 0.0)
     if "train/perplexity" in metrics:
         note = f"perplexity {metrics['train/perplexity']:.3f}"

@@ -1,4 +1,4 @@
-"""The numbers of a step under their names in `report.metrics`."""
+"""A step's metrics, under their names in `report.metrics`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from posttrain.types import RolloutResult, SampleGroup
 
 log = logging.getLogger(__name__)
 
-# Of what graders said in a step: each answer may name others, and each name is a chart.
+# Limit on grader metrics per step: each answer may bring new names, and each name becomes a chart.
 MAX_NAMES = 1000
 
 
@@ -27,12 +27,12 @@ def step_metrics(
     mismatch: tuple[Mismatch | None, Mismatch | None],
     clock: PhaseClock,
 ) -> dict[str, float]:
-    """Return what rollout, updates and comparison of one step measured.
+    """Return the metrics of one step's rollout, updates and engine comparison.
 
     Args:
-        rollout: Its groups.
+        rollout: The step's groups.
         statistics: One per optimizer update, in order.
-        mismatch: With the trainer's own weights, and (every so often) with the weights served; None without engines.
+        mismatch: Against the trainer's own weights and (at intervals) the served weights; None without engines.
         clock: Times of the phases.
     """
     timings = clock.metrics()
@@ -70,13 +70,13 @@ def _rollout_metrics(rollout: RolloutResult, is_graded: bool) -> dict[str, float
 
 
 def _has_equal_rewards(group: SampleGroup) -> bool:
-    """Return whether a group's rewards teach nothing: see `rl.algorithm.advantage.grpo`."""
+    """Return whether a group's rewards are all equal, which gives no signal; see `rl.algorithm.advantage.grpo`."""
     rewards = [sample.reward for sample in group.samples if sample.reward is not None]
     return not rewards or max(rewards) - min(rewards) <= RESOLUTION * max(map(abs, rewards))
 
 
 def _reward_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
-    """Return the metrics that graders logged."""
+    """Return the metrics logged by graders."""
     values: dict[str, list[float]] = {}
     for group in groups:
         for sample in group.samples:
@@ -96,11 +96,11 @@ def _reward_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
 
 
 def _update_metrics(statistics: Sequence[UpdateStatistics], is_compared: bool) -> dict[str, float]:
-    """Average over the updates of a step, weighted by tokens where the number is a mean over tokens.
+    """Average statistics over a step's updates; means over tokens are weighted by tokens.
 
     Args:
         statistics: One per optimizer update.
-        is_compared: The first update had old log-probabilities of another pass: else its ratio is 1 by itself.
+        is_compared: The first update's old log-probabilities come from a separate pass; else its ratio is always 1.
     """
     tokens = sum(s.num_tokens for s in statistics)
     named = {

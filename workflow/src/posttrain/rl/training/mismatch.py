@@ -1,6 +1,7 @@
 """Compares trainer and engine log-probabilities, within what their precisions allow (`trainer.mismatch`).
 
-Far apart, the samples are not the policy's: an engine has other weights than it should, or computes something else.
+A large difference means that the samples are not from the policy: an engine has the wrong weights or computes
+differently.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class MismatchError(RuntimeError):
-    """Trainer and engine are too far apart, and `trainer.mismatch.action` is stop."""
+    """The mismatch exceeds its limit, and `trainer.mismatch.action` is stop."""
 
 
 class EngineComparison:
@@ -34,8 +35,8 @@ class EngineComparison:
 
     Args:
         config: The resolved configuration.
-        policy: What is trained.
-        values: What engines have for this rank's shards.
+        policy: The trained model.
+        values: The engines' form of this rank's shards.
     """
 
     def __init__(self, config: Config, policy: Policy, values: ServedValues):
@@ -43,12 +44,12 @@ class EngineComparison:
         self._lender = QuantizedWeights(policy, values)
 
     def is_due(self, step: int) -> bool:
-        """Return whether a step, from 0, has extra passes for comparison."""
+        """Return whether a step (from 0) has extra passes for comparison."""
         interval = self._config.trainer.mismatch_interval
         return interval > 0 and (step % interval == 0 or step == self._config.training.num_steps - 1)
 
     def on_served_weights(self, step: int, updates: Sequence[Update]) -> Mismatch | None:
-        """Compare with the very weights that were served, in a pass of its own; None where that is not due.
+        """Compare using exactly the weights that engines serve, in a separate pass; None if not due.
 
         Args:
             step: From 0.
@@ -61,15 +62,15 @@ class EngineComparison:
         return _compare(updates, logprobs)
 
     def on_own_weights(self, step: int, updates: Sequence[Update], served: Mismatch | None) -> Mismatch:
-        """Compare with the trainer's own weights, and heed what was found.
+        """Compare using the trainer's own weights, then warn or stop if the mismatch is too large.
 
         Args:
             step: From 0.
             updates: With their old log-probabilities, before any of them is applied.
-            served: What `on_served_weights` found.
+            served: The result of `on_served_weights`.
 
         Raises:
-            MismatchError: They are too far apart, on every rank alike.
+            MismatchError: The mismatch is too large; raised on every rank.
         """
         own = _compare(updates, [update.old_logprobs for update in updates])
         heed_mismatch(self._config, step, own, served)
@@ -77,18 +78,18 @@ class EngineComparison:
 
 
 def _compare(updates: Sequence[Update], logprobs: Sequence[Sequence[torch.Tensor]]) -> Mismatch:
-    """Compare log-probabilities with those of the engine over all response tokens of all ranks.
+    """Compare trainer and engine log-probabilities over the response tokens of all ranks.
 
     Raises:
-        ValueError: They are not finite; on every rank alike.
+        ValueError: They are not finite; raised on every rank.
     """
     own, engine = [torch.empty(0)], [torch.empty(0)]
     for update, rows in zip(updates, logprobs, strict=True):
-        for batch, row in zip(update.batches, rows, strict=False):  # earlier stages of a pipeline have none
+        for batch, row in zip(update.batches, rows, strict=False):  # only the last pipeline stage has them
             for index, values in batch.response_values(row.cpu()).items():
                 own.append(values)
                 engine.append(torch.tensor(update.samples[index].rollout_logprobs))
-    # Tokens go to the ranks with the same place in the model, and what these find goes to all.
+    # Compare across data-parallel ranks, then share the result with all ranks.
     of_all = [torch.cat(gather_over_data_parallel(torch.cat(values))) for values in (own, engine)]
     found, wrong = None, ""
     if len(of_all[0]):
@@ -105,12 +106,12 @@ def _compare(updates: Sequence[Update], logprobs: Sequence[Sequence[torch.Tensor
 
 
 def share_of_limit(config: Config, own: Mismatch, served: Mismatch | None) -> float:
-    """Return the mean |trainer - engine| over its limit, the larger of the two comparisons; above 1 is too far.
+    """Return mean |trainer - engine| divided by its limit, the larger of both comparisons; above 1 is too far.
 
     Args:
         config: The resolved configuration.
-        own: With the trainer's own weights.
-        served: With the weights served; None where it was not measured.
+        own: Comparison that uses the trainer's own weights.
+        served: Comparison that uses the served weights; None if not measured.
     """
     limit_own, limit_served = mismatch_limits(config)
     share = own.abs_diff_mean / limit_own
@@ -118,7 +119,7 @@ def share_of_limit(config: Config, own: Mismatch, served: Mismatch | None) -> fl
 
 
 def heed_mismatch(config: Config, step: int, own: Mismatch, served: Mismatch | None) -> None:
-    """Warn or stop where trainer and engine differ too much; call it before the samples change any weight.
+    """Warn or stop if trainer and engine differ too much; call it before the samples change any weight.
 
     Args:
         config: The resolved configuration.
@@ -143,7 +144,7 @@ def heed_mismatch(config: Config, step: int, own: Mismatch, served: Mismatch | N
             f"{found}. Nothing was learned from its samples. See the engines' logs; remove "
             f"train/rollouts/step_{step:06d} to sample them anew, or set='trainer.mismatch.action=warn' to use them"
         )
-        # Another attempt would replay the same samples, and refuse them again.
+        # A retry would replay the same samples and fail again.
         leave_last_words(words)
         raise MismatchError(words)
     log.warning("%s", found)

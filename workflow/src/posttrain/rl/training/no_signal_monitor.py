@@ -1,4 +1,4 @@
-"""Warns during training when a run learns nothing, and why; the report does afterwards (`report.verdict`)."""
+"""Warns during training when a run has no learning signal, and why; `report.verdict` does so afterwards."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 log = logging.getLogger(__name__)
 
-# One step without signal can be chance; this many in a row are not.
+# One step without signal can be chance; this many in a row cannot.
 NUM_STEPS = 5
-# What a step teaches nothing by -> its metric, which is 1 then, and what to do.
+# Reason for missing signal -> the metric that is then 1, and the remedy.
 EMPTY = {
     "ALL REWARDS EQUAL": (
         "rollout/reward_std_zero_fraction",
@@ -29,10 +29,10 @@ class NoSignalMonitor:
         self._in_a_row = dict.fromkeys(EMPTY, 0)
 
     def note(self, metrics: Mapping[str, float]) -> str:
-        """Return the note beside the progress bar, and log it the first time.
+        """Return the note for the progress bar, and log it the first time.
 
         Args:
-            metrics: Of the step; empty on ranks that have none.
+            metrics: The step's; empty on ranks that have none.
         """
         found = []
         for name, (metric, remedy) in EMPTY.items():

@@ -1,7 +1,7 @@
-"""The time and the peak memory of each phase of a step.
+"""Times the phases of a step and measures their peak memory.
 
-Which model is awake in which phase is the table of `plan.sizing.phases`; who takes turns is awake when the block of
-a phase begins.
+The table of `plan.sizing.phases` says which model is awake in which phase; with colocation it is awake before the
+phase's block begins.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from posttrain.rl.training.utilisation import PeakMemory
 
 
 class PhaseClock:
-    """Takes the time of each phase of one step, and lets the node's supervisor know where this rank is.
+    """Times each phase of one step, and reports this rank's phase to the node's supervisor.
 
     Args:
         step: Number of the step, from 0.
-        enter: Called with the name of each phase; brings those to sleep and awake who take turns. None: nobody does.
+        enter: Called with the name of each phase to offload and reload models; None without colocation.
     """
 
     def __init__(self, step: int = 0, enter: Callable[[str], None] | None = None) -> None:
@@ -32,7 +32,7 @@ class PhaseClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time the block as a phase of the table."""
+        """Time the block as a phase."""
         assert name in PHASES or name in LIKE_OTHERS, f"{name} is not a phase: {list(PHASES)}"
         report_progress(self._step, name)
         if self._enter:
@@ -54,6 +54,6 @@ class PhaseClock:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 
     def metrics(self) -> dict[str, float]:
-        """Return `perf/{phase}_seconds` of every phase that ran, and `perf/step_seconds`."""
+        """Return `perf/{phase}_seconds` for every phase that ran, and `perf/step_seconds`."""
         named = {f"perf/{name}_seconds": seconds for name, seconds in self.seconds.items()}
         return {**named, "perf/step_seconds": time.perf_counter() - self._started}

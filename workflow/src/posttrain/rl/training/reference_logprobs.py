@@ -1,7 +1,7 @@
-"""The log-probabilities that a server of the trained weights must reproduce: the trainer's, after its last update.
+"""Reference log-probabilities: the trainer's after its last update, which a server of the weights must reproduce.
 
-The prompts are of the last step's, with what was sampled for them there: text that the model is at home in, so that an
-engine with other weights, or with another idea of a scale, is far away at each token.
+The texts are prompts of the last step with their sampled responses. The model finds these likely, so an engine with
+wrong weights or wrong scales differs clearly at every token.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from posttrain.types import Prompt, Sample, SampleGroup
 log = logging.getLogger(__name__)
 
 NUM_PROMPTS = 4
-# Of a continuation: more tokens say little that is new, and stand in a file of each copy.
+# Tokens per continuation: more add little evidence, and the file is part of every exported copy.
 MOST_TOKENS = 64
 
 
 def record_reference_logprobs(
     config: Config, policy: Policy, groups: Sequence[SampleGroup]
 ) -> ReferenceLogprobs | None:
-    """Return the canary of the present weights; collective.
+    """Return the reference log-probabilities of the current weights; collective.
 
     Args:
         config: The resolved configuration.
-        policy: The model to ask, in the precision in which it is trained.
-        groups: Of the last step.
+        policy: The model, in its training precision.
+        groups: The last step's.
 
     Returns:
-        The same on every rank; None where the model's answers are no numbers.
+        The same on every rank; None if the log-probabilities are not finite.
     """
     chosen = choose_samples(groups)
     batches, _ = pack_samples(config, [sample for _, sample in chosen], data_parallel_rank())
     own: list[tuple[int, list[float]]] = []
-    # Servers are asked for the model's own words, whatever temperature rollouts had.
+    # Servers report log-probabilities at temperature 1, whatever temperature rollouts used.
     with policy.at_temperature(1.0):
         rows = compute_logprobs(policy, batches)
-    # Earlier stages of a pipeline have none; a tensor-parallel rank has what its neighbours have.
+    # Only the last pipeline stage has them; all its tensor-parallel ranks hold the same.
     for batch, row in zip(batches, rows, strict=False):
         own += [(index, values.tolist()) for index, values in batch.response_values(row.cpu()).items()]
     found = {index: values for of_rank in gather_plain(own) for index, values in of_rank}
@@ -59,7 +59,7 @@ def record_reference_logprobs(
 
 
 def choose_samples(groups: Sequence[SampleGroup]) -> list[tuple[Prompt, Sample]]:
-    """Return a few short samples with their prompts, from as many prompts as possible."""
+    """Return a few short samples with their prompts, spread over as many prompts as possible."""
     known = [(group.prompt, sample) for group in groups for sample in group.samples]
     return sorted(known, key=lambda item: (item[1].sample_index, len(item[1].prompt_tokens), item[1].prompt_id))[
         :NUM_PROMPTS
@@ -67,7 +67,7 @@ def choose_samples(groups: Sequence[SampleGroup]) -> list[tuple[Prompt, Sample]]
 
 
 def _prompt(prompt: Prompt, sample: Sample, logprobs: Sequence[float]) -> ReferencePrompt:
-    # A sum of roundings may end a little above 0.
+    # Rounding may leave the value slightly above 0.
     values = [min(0.0, value) for value in logprobs[:MOST_TOKENS]]
     return ReferencePrompt(
         prompt.messages, prompt.tools, sample.prompt_tokens, sample.response_tokens[:MOST_TOKENS], values

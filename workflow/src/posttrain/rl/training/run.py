@@ -1,7 +1,7 @@
-"""The operations of a step, on one rank. `assembly.open_run` builds a run.
+"""One rank's operations of a training step. `assembly.open_run` builds the run.
 
-Rank 0 also talks to the engines, writes metrics and commits checkpoints; on the other ranks the same verbs do their
-share of the collectives.
+Rank 0 also talks to the engines, writes metrics and commits checkpoints; on other ranks the same methods take part in
+the collectives.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class TrainingRun:
-    """One rank's part in a run.
+    """A training run on one rank.
 
     Args:
         config: The resolved configuration.
         policy: Model and optimizer of this rank.
-        objective: What is trained.
+        objective: The training objective.
         source: Makes rollouts.
-        comparison: Holds the engine's log-probabilities against the trainer's; None where there are no engines.
-        publisher: Brings weights to the engines; None where there are none.
-        state: Loads and saves.
-        sinks: Metrics, on rank 0; None elsewhere.
-        traces: Gets the traces of `logging.profile_steps`.
-        evaluation: Measures the policy between steps, on rank 0 and where that is asked for.
-        turns: Trainer and engines take them on their GPUs; None where nobody sleeps.
-        ends_early: The present step is the last one of this attempt.
+        comparison: Compares log-probabilities of engine and trainer; None without engines.
+        publisher: Sends weights to the engines; None without engines.
+        state: Loads and saves checkpoints.
+        sinks: Receive metrics, on rank 0; None elsewhere.
+        traces: Folder for the traces of `logging.profile_steps`.
+        evaluation: Evaluates the policy between steps, on rank 0 if configured.
+        turns: Colocation of trainer and engines; None without it.
+        ends_early: The current step is this attempt's last.
     """
 
     config: Config
@@ -81,11 +81,11 @@ class TrainingRun:
 
     @property
     def is_rank0(self) -> bool:
-        """This rank speaks for all."""
+        """Whether this is rank 0."""
         return self.sinks is not None
 
     def resume(self) -> int:
-        """Load the newest state and update the engines to it; returns the number of finished steps."""
+        """Load the newest state and send it to the engines; returns the number of finished steps."""
         finished = self.state.restore()
         self.source.wait_ready()
         if finished or self.turns or (self.publisher and self.publisher.is_due_at_start):
@@ -99,21 +99,21 @@ class TrainingRun:
         return finished
 
     def publish(self, finished: int) -> None:
-        """Bring the engines, where there are any, to the weights after so many steps; collective."""
+        """Update the engines, if any, to the weights after `finished` steps; collective."""
         if self.publisher:
             self.publisher.publish(finished)
         if self.turns:
             self.turns.have_published()
 
     def clock(self, step: int) -> PhaseClock:
-        """Return a clock of the phases of a step, from 0, in each of which those are awake who work in it."""
+        """Return the phase clock of a step (from 0); with colocation each phase wakes the models that it needs."""
         return PhaseClock(step, self.turns.enter if self.turns else None)
 
     def collect(self, step: int) -> RolloutResult:
-        """Return the rollout of a step, from 0, from engines whose weights did not change meanwhile; collective.
+        """Return the rollout of a step (from 0), sampled by engines whose weights did not change meanwhile; collective.
 
         Raises:
-            RuntimeError: One held others, or an engine that has failed did not come back; nothing is trained on.
+            RuntimeError: An engine held other weights, or a failed engine did not come back; the rollout is not used.
         """
         rollout = self.source.collect(step, lambda failure: self._recover(step, failure))
         if self.publisher:
@@ -121,9 +121,9 @@ class TrainingRun:
         return rollout
 
     def _recover(self, step: int, failure: str) -> None:
-        """Replace an engine that failed during a rollout and give it the others' weights; collective.
+        """Replace an engine that failed during a rollout and send it the weights; collective.
 
-        All get them once more: a part of an engine has no way of its own to the trainer.
+        All engines receive them again, because the trainer cannot send to one engine alone.
         """
         if self.is_rank0:
             log.warning("step %d: an engine has failed and is asked again when it is back: %s", step + 1, failure)
@@ -137,10 +137,10 @@ class TrainingRun:
             self.turns.enter("rollout")
 
     def evaluate(self, finished: int, clock: PhaseClock) -> dict[str, float]:
-        """Measure the engines' weights where that is due, and return metrics, on rank 0; collective.
+        """Evaluate the engines' weights if due; return metrics on rank 0. Collective.
 
-        It comes before a step, not after one: a checkpoint is being written meanwhile, and a run that ends or is killed
-        in between does it when it goes on.
+        It runs before a step rather than after one: a checkpoint is written meanwhile, and a run that is killed in
+        between evaluates when it resumes.
         """
         if not evaluation_is_due(self.config, finished):
             return {}
@@ -150,16 +150,16 @@ class TrainingRun:
         return metrics
 
     def reseed(self, step: int) -> None:
-        """Derive all random state from the seed and the step, so that none has to be saved."""
+        """Derive all random state from seed and step, so that none has to be saved."""
         seed_random_state(self.config.training.seed + step)
 
     def traced(self, step: int) -> AbstractContextManager[None]:
-        """Trace a step, counted from 0, on rank 0, if that was asked for."""
+        """Profile a step (from 0) on rank 0 if configured."""
         steps = {int(chosen) for chosen in self.config.logging.profile_steps if self.is_rank0}
         return traced(step + 1, steps, self.traces)
 
     def find_slow_ranks(self) -> None:
-        """Name ranks that compute slower than the others; collective."""
+        """Report ranks that compute slower than the others; collective."""
         if dist.get_world_size() == 1:
             return
         probes = gather_plain((probe_seconds(), socket.gethostname()))
@@ -172,10 +172,10 @@ class TrainingRun:
         return make_updates(self.config, self.objective, groups, data_parallel_rank())
 
     def with_old_logprobs(self, step: int, updates: Sequence[Update]) -> list[Update]:
-        """Return the updates with the log-probabilities of the present weights, where the objective needs them.
+        """Return the updates with log-probabilities of the current weights, if the objective needs them.
 
-        The first update's own pass will give the same. Where the step is compared it gets them all the same: their
-        ratio, then of two passes, has to be exactly 1.
+        The first update's training pass computes the same values, so it needs none. If the step is compared it gets
+        them anyway: the ratio of the two passes must be exactly 1.
         """
         is_compared = self.comparison is not None and self.comparison.is_due(step)
         num_own = len(updates) if not self.objective.needs.old_logprobs else int(not is_compared)
@@ -183,7 +183,7 @@ class TrainingRun:
         return [*updates[:num_own], *passed]
 
     def compare_served(self, step: int, updates: Sequence[Update]) -> Mismatch | None:
-        """Compare with the very weights that engines serve, where that is due; see `EngineComparison`."""
+        """Compare using exactly the weights that engines serve, if due; see `EngineComparison`."""
         return self.comparison.on_served_weights(step, updates) if self.comparison else None
 
     def train_on(
@@ -194,13 +194,13 @@ class TrainingRun:
         Args:
             step: From 0.
             updates: In order, from `with_old_logprobs`.
-            served: What `compare_served` has found.
+            served: The result of `compare_served`.
 
         Returns:
-            Statistics of each update, and how far the engine is away; None where there is none.
+            Statistics of each update, and the mismatch with the engine; None without engines.
 
         Raises:
-            MismatchError: Too far, and the configuration asks to stop.
+            MismatchError: The mismatch is too large, and the configuration says stop.
         """
         found: list[Mismatch] = []
 
@@ -225,12 +225,12 @@ class TrainingRun:
         return statistics
 
     def canary_of(self, finished: int, rollout: RolloutResult) -> ReferenceLogprobs | None:
-        """Return what servers of the weights after a run's last step are held against; collective. None before."""
+        """Return the reference log-probabilities after a run's last step, None before; collective."""
         is_last = finished == self.config.training.num_steps
         return record_reference_logprobs(self.config, self.policy, rollout.groups) if is_last else None
 
     def checkpoint_is_due(self, finished: int) -> bool:
-        """Return whether the state after `finished` steps is to be kept; collective."""
+        """Return whether to save the state after `finished` steps; collective."""
         self.ends_early = share_plain(graceful_shutdown.is_asked()) and finished < self.config.training.num_steps
         is_last = finished == self.config.training.num_steps
         return self.ends_early or is_last or finished % self.config.trainer.save_interval == 0
@@ -269,7 +269,7 @@ class TrainingRun:
 
 
 def _count_tokens(updates: Sequence[Update]) -> tuple[float, float]:
-    """Return padding and computed tokens of all data-parallel ranks."""
+    """Return the padding tokens and the computed tokens of all data-parallel ranks."""
     batches = [batch for update in updates for batch in update.batches]
     counts = torch.tensor([float(sum(b.num_padding for b in batches)), float(sum(len(b.tokens) for b in batches))])
     if torch.cuda.is_available():

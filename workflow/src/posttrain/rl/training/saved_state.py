@@ -18,11 +18,11 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointToLoad:
-    """The checkpoint that a run goes on from, being compared with what was written; see `CheckpointFolder`.
+    """The checkpoint to resume from, while its content is checked; see `CheckpointFolder`.
 
     Args:
-        checkpoints: Where checkpoints are.
-        finished: Finished steps of the one to load, 0 for none; by default of the newest that this node sees.
+        checkpoints: The run's checkpoints.
+        finished: Finished steps of the one to load, 0 for none; by default the newest that this node sees.
 
     Raises:
         RuntimeError: This node sees a newer one.
@@ -36,7 +36,7 @@ class CheckpointToLoad:
             )
         self.finished = newest if finished is None else finished
         self.folder = checkpoints.path(self.finished)
-        # Reading it takes longest of all: it begins before the ranks meet and the model is built.
+        # Reading takes longest at startup, so it begins before the ranks meet and the model is built.
         self._check = in_thread(partial(_check_content, checkpoints, self.finished))
 
     def wait_checked(self) -> None:
@@ -52,11 +52,11 @@ class SavedState:
     """The state of a run's policy and its checkpoints.
 
     Args:
-        policy: What is trained.
+        policy: Model and optimizer.
         torch_dist: Initial weights.
-        to_load: The checkpoint to go on from.
-        checkpoints: Where checkpoints are.
-        writer: Writes them.
+        to_load: The checkpoint to resume from.
+        checkpoints: The run's checkpoints.
+        writer: Writes checkpoints.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class SavedState:
         self._checkpoints, self._writer = checkpoints, writer
 
     def restore(self) -> int:
-        """Load the checkpoint to go on from, or the initial weights; returns the finished steps."""
+        """Load the checkpoint to resume from, or the initial weights; returns the finished steps."""
         finished = self._to_load.finished
         if finished:
             log.info("resuming after step %d", finished)
@@ -84,21 +84,21 @@ class SavedState:
         return finished
 
     def remove_leftovers(self) -> None:
-        """Delete what dead attempts left; rank 0 does, when it has become the run's only writer."""
+        """Delete leftovers of dead attempts, on rank 0 once it is the run's only writer."""
         self._checkpoints.remove_leftovers()
 
     def begin_save(self, finished: int, canary: ReferenceLogprobs | None = None) -> None:
-        """Begin to write the state after `finished` steps, while the next rollout leaves it alone."""
+        """Start writing the state after `finished` steps; the next rollout does not change it."""
         self._writer.begin(finished, canary)
 
     def finish_save(self, clock: PhaseClock) -> None:
-        """Wait until the checkpoint that is being written, if any, is committed: what follows changes the state."""
+        """Wait until the checkpoint in progress, if any, is committed; call it before changing the state."""
         if self._writer.is_writing:
             with clock.phase("save"):
                 self._writer.finish()
 
 
 def _check_content(checkpoints: CheckpointFolder, finished: int) -> None:
-    """Compare this rank's share of a checkpoint, if there is one, with what was written."""
+    """Check this rank's share of a checkpoint, if any, against its manifest."""
     if finished:
         checkpoints.check_content(finished, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))

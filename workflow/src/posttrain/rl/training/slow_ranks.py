@@ -1,7 +1,7 @@
-"""Which rank computes slower than the others.
+"""Detects ranks that compute slower than the others.
 
-Ranks wait for one another in every layer, so that a slow one makes all phases of all ranks long, and no phase's time
-tells which it is. Each rank therefore times the same small computation once a step, outside of all waiting.
+Ranks wait for one another in every layer, so one slow rank prolongs every phase of every rank, and phase times do not
+show which it is. Each rank therefore times the same small computation once per step, outside all collectives.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from statistics import median, median_low
 
 import torch
 
-# About 50 ms of one CPU core, a few ms of a GPU: longer than the slices in which a system shares a core out.
+# About 50 ms on one CPU core, a few ms on a GPU: longer than a scheduler's time slice.
 PROBE_SIZE, PROBE_REPEATS = 256, 160
-# Two processes that share a core make each other twice as slow; this is more than that.
+# Two processes that share a core halve each other's speed; this threshold is higher.
 SLOW_FACTOR = 3.0
-# One slow probe may be chance, and a fast rank's one too: another process had the core.
+# One slow probe may be chance, even on a fast rank: another process had the core.
 STEPS = 3
 
 
 def probe_seconds() -> float:
-    """Return the seconds of a small fixed computation on this rank; it uses no random numbers."""
+    """Return the seconds that a small fixed computation takes on this rank; it uses no random numbers."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     matrix = torch.ones(PROBE_SIZE, PROBE_SIZE, device=device)
     _wait_for(device)
@@ -40,10 +40,10 @@ class SlowRanks:
         self._steps: deque[Sequence[float]] = deque(maxlen=STEPS)
 
     def observe(self, seconds: Sequence[float]) -> dict[int, float]:
-        """Return the ranks whose median of the last steps is slow, with how many times that of the others they took.
+        """Return slow ranks, by their median of the last steps, with their slowdown relative to the others.
 
         Args:
-            seconds: Of each rank's probe in this step.
+            seconds: Each rank's probe time in this step.
 
         Example:
             Probes of 1, 1, 5 and 1 seconds in two of three steps: {2: 5.0} after the third.
@@ -52,7 +52,7 @@ class SlowRanks:
         if len(self._steps) < STEPS:
             return {}
         own = [median(probes) for probes in zip(*self._steps, strict=True)]
-        usual = median_low(own)  # of two ranks, the faster one's
+        usual = median_low(own)  # with two ranks, the faster one's
         return {rank: value / usual for rank, value in enumerate(own) if value > SLOW_FACTOR * usual}
 
 

@@ -1,7 +1,7 @@
 """Evaluates the policy between steps, on the engines that sample for training.
 
-A result belongs to the weights that gave it: it is asked of engines that have just got them, and every answer must say
-so. When a run goes on from a checkpoint, results of its step and of later ones are made anew: of the weights now.
+A result belongs to one weight version: the engines have just received it, and every response must report it. When a
+run resumes from a checkpoint, results of that step and later ones are repeated with the current weights.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _RESULT = re.compile(r"step_(\d+)\.json")
 
 
 def result_of(folder: Path, finished: int) -> Path:
-    """Return where the result of the weights after so many steps lies."""
+    """Return the path of the result for the weights after `finished` steps."""
     return folder / f"step_{finished:06d}.json"
 
 
 class StepEvaluation:
-    """What rank 0 measures between steps.
+    """Rank 0's evaluation between steps.
 
     Args:
-        eval_tasks: What is asked.
+        eval_tasks: The evaluation tasks.
         tokenizer: Renders prompts and decodes responses.
-        client: Speaks to the engines.
+        client: Client of the engines.
         graders: Grade responses.
-        folder: For the results.
+        folder: Output folder of the results.
         runner: Event loop for everything that talks to engines.
     """
 
@@ -59,10 +59,10 @@ class StepEvaluation:
                 path.unlink()
 
     def measure(self, finished: int) -> dict[str, float]:
-        """Ask the engines, keep the result, and return metrics.
+        """Run the evaluation tasks on the engines, save the result, and return metrics.
 
         Args:
-            finished: Steps after which the engines' weights are.
+            finished: Number of finished steps that the engines' weights have.
 
         Raises:
             RuntimeError: An engine served other weights, or graders failed too often.

@@ -15,13 +15,12 @@ from posttrain.plan.sizing.flops import sequence_flops
 
 
 def model_flops_utilisation(config: Config, lengths: Iterable[int], seconds: float) -> float:
-    """Return the share of the trainer's BF16 peak that the model's own operations take.
+    """Return the MFU: the model's FLOP/s as a share of the trainer's BF16 peak.
 
     Args:
         config: The resolved configuration.
-        lengths: Tokens of each sample that was trained on, once; padding and recomputation are no operations of the
-            model.
-        seconds: That all ranks took for it.
+        lengths: Tokens of each trained sample, counted once; padding and recomputation do not count.
+        seconds: Time that all ranks took.
 
     Source: PaLM, arXiv 2204.02311, appendix B.
     """
@@ -31,19 +30,19 @@ def model_flops_utilisation(config: Config, lengths: Iterable[int], seconds: flo
 
 
 class PeakMemory:
-    """This process's memory at its fullest since the last `reset`: allocated on its GPU, or resident in the host's."""
+    """This process's peak memory since the last `reset`: allocated on its GPU, or resident on the host."""
 
     _status, _clear = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Restart the measurement."""
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         else:
             self._clear.write_text("5")  # proc_pid_clear_refs(5): the peak becomes what is resident now
 
     def gib(self) -> float:
-        """Return the peak."""
+        """Return the peak in GiB."""
         if torch.cuda.is_available():
             return torch.cuda.max_memory_allocated() / 2**30
         (line,) = (line for line in self._status.read_text().splitlines() if line.startswith("VmHWM:"))
@@ -52,12 +51,12 @@ class PeakMemory:
 
 @contextmanager
 def traced(step: int, steps: Collection[int], folder: Path) -> Iterator[None]:
-    """Write what PyTorch's profiler saw in the block to `folder`, if the step is one of `steps`.
+    """Profile the block with PyTorch's profiler and write the trace to `folder`, if `step` is in `steps`.
 
     Args:
         step: Number of the step, from 1.
-        steps: That are traced.
-        folder: Gets `step_000007.json.gz`, which chrome://tracing and Perfetto open.
+        steps: Steps to trace.
+        folder: Output: `step_000007.json.gz`, for chrome://tracing and Perfetto.
     """
     if step not in steps:
         yield

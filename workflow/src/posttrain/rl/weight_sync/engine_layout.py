@@ -1,4 +1,4 @@
-"""The slices of the trainer's weights that each engine rank holds; asked once per engine process."""
+"""The slices of the trainer's weights that each engine rank holds; requested once per engine process."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ MOST_NAMES = 5
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """What engines hold.
+    """The layout of the engines' weights.
 
     Args:
-        parts: All that differ.
-        of_ranks: For each rank of each engine, which of `parts` it holds, in its order.
-        without: For each engine, names that it lacks, or has no copy of; empty where there are none.
+        parts: All distinct slices.
+        of_ranks: For each rank of each engine, the indices in `parts` of the slices it holds, in its order.
+        without: For each engine, names of tensors that it lacks or does not hold whole.
     """
 
     parts: list[EngineSlice]
@@ -37,7 +37,7 @@ class EngineLayout:
 
     @cached_property
     def firsts(self) -> dict[tuple[int, int], int]:
-        """Where each part is held first: (rank, counted through all engines; place in its order) -> its number."""
+        """First holder of each slice: (rank, counted over all engines; position in its order) -> index of the slice."""
         found: dict[int, tuple[int, int]] = {}
         for rank, numbers in enumerate(itertools.chain(*self.of_ranks)):
             for place, number in enumerate(numbers):
@@ -47,10 +47,10 @@ class EngineLayout:
 
 @dataclass(frozen=True)
 class EngineShards:
-    """Asks the engines what they hold.
+    """Asks the engines for their weight layout.
 
     Args:
-        values: What engines have for this rank's shards.
+        values: The engines' form of this rank's shards.
         client: The engines, on rank 0; None elsewhere.
         runner: Event loop of rank 0.
     """
@@ -61,7 +61,7 @@ class EngineShards:
 
     @cached_property
     def held(self) -> EngineLayout:
-        """What they hold, on every rank alike; collective when it is asked first."""
+        """The layout, the same on every rank; the first access is collective."""
         numbers: dict[EngineSlice, int] = {}
         of_ranks, without = [], []
         for told in self._asked() if self.client else []:
@@ -75,11 +75,11 @@ class EngineShards:
         return EngineLayout([EngineSlice(name, Box(*box), dtype) for name, box, dtype in parts], of_ranks, without)
 
     def reset(self) -> None:
-        """Ask again when it is needed next: an engine is another process now, which has not looked at itself yet."""
+        """Drop the cached layout, because an engine was replaced by a new process."""
         self.__dict__.pop("held", None)
 
     def _asked(self) -> list[list[dict[str, Any]]]:
-        """Return what each rank of each engine tells of its parts, with their names."""
+        """Return the slices, with names, that each rank of each engine reports."""
         assert self.client
         sent = [[name, list(spec.shape), spec.dtype] for name, spec in self.values.sent_specs.items()]
         engines = self.runner.run(self.client.ask_ranks("parts", tensors=sent))
@@ -89,13 +89,13 @@ class EngineShards:
         return told
 
     def _expected_names(self, dtypes: Mapping[str, str]) -> set[str]:
-        """Return the names that an engine has to hold: scales only where it holds codes."""
+        """Return the names that an engine must hold: scales only for quantized tensors."""
         names = self.values.sent_specs
         of_scales = {name: code for name in names if (code := weight_of(name)) != name and code in names}
         return {name for name in names if dtypes.get(of_scales.get(name, ""), CODES) == CODES}
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return the first of some names, and how many more there are."""
+    """Return a short list: the first names, and how many more there are."""
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     return ", ".join(names[:MOST_NAMES]) + more

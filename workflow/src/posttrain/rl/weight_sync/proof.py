@@ -1,4 +1,4 @@
-"""Proof that engines hold what the trainer has: digests of both, without a gather (`posttrain_weights.digest`)."""
+"""Proves by digests that engines hold the trainer's weights, without a gather (`posttrain_weights.digest`)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from posttrain_weights.digest import Digester, as_text, key_of, together
 from posttrain_weights.engine_handlers import unpacked
 from posttrain_weights.transfer_plan import EngineSlice
 
-# Number of the part that engines hold, values of it or of some of it, and where in their tensor these begin.
+# Index of an engine slice, (some of) its values, and their offset in the tensor.
 Digested = tuple[int, torch.Tensor, tuple[int, int]]
-# Of what is made only to be digested, so much exists at a time.
+# Limit on bytes that exist at a time only to be digested.
 BATCH_BYTES = 1 << 26
 
 
@@ -27,9 +27,9 @@ class _Expected:
     """The digests that engines must report.
 
     Args:
-        version: Of the weights.
-        key: Hexadecimal.
-        digests: Of each of the parts that engines hold, [parts, 2] int64.
+        version: Weight version.
+        key: Digest key, hexadecimal.
+        digests: One per engine slice, [parts, 2] int64.
     """
 
     version: int
@@ -41,8 +41,8 @@ class WeightProof:
     """Compares the trainer's digests with the engines'.
 
     Args:
-        engine_shards: What engines hold.
-        secret: Of the run, on rank 0; keys come from it.
+        engine_shards: The engines' weight layout.
+        secret: The run's secret, on rank 0; digest keys derive from it.
     """
 
     def __init__(self, engine_shards: EngineShards, secret: str):
@@ -50,20 +50,20 @@ class WeightProof:
         self._expected: _Expected | None = None
 
     def begin(self, version: int) -> Digests:
-        """Return what adds up the digests of the weights that become a version; collective."""
+        """Return the accumulator for the digests of a new weight version; collective."""
         held, is_first = self._engine_shards.held, self._engine_shards.client is not None
         key = share_plain(key_of(self._secret, str(version)).hex() if is_first else "")
         return Digests(bytes.fromhex(key), held.parts, self._engine_shards.values.shards[0].values.device)
 
     def check(self, version: int, sent: Digests | None = None) -> None:
-        """Have every rank of every engine prove that it holds the present weights under a version; collective.
+        """Check that every rank of every engine holds the current weights under a version; collective.
 
         Args:
-            version: Of the weights.
-            sent: Of everything that was sent, where ranks have sent their own shards; made anew otherwise.
+            version: Weight version.
+            sent: Digests taken while ranks sent their own shards; None: compute them anew.
 
         Raises:
-            RuntimeError: One holds others; names the tensors, on every rank alike.
+            RuntimeError: An engine holds other weights; names the tensors, raised on every rank.
         """
         if sent is None:
             sent = self.begin(version)
@@ -72,7 +72,7 @@ class WeightProof:
         self._require(self._expected, is_served=False)
 
     def check_again(self) -> None:
-        """Verify again that engines hold the weights of the last check; does nothing before the first.
+        """Repeat the last check; does nothing before the first.
 
         Raises:
             RuntimeError: See `check`.
@@ -91,7 +91,7 @@ class WeightProof:
             )
 
     def _wrong(self, held: EngineLayout, expected: _Expected, is_served: bool) -> Iterator[str]:
-        """Yield for each engine the names of tensors that differ, or that it is another process by now; on rank 0."""
+        """Yield for each engine the tensors that differ, or that its process was replaced; on rank 0."""
         client, runner = self._engine_shards.client, self._engine_shards.runner
         if client is None:
             return
@@ -120,12 +120,12 @@ class WeightProof:
 
 
 class Digests:
-    """Adds up the digests of parts as engines hold them, from what each rank has of them.
+    """Accumulates the digests of engine slices from the values that each rank holds.
 
     Args:
         key: The same on all ranks.
-        parts: That engines hold; the same on all ranks.
-        device: Where this rank's shards are.
+        parts: The engine slices, the same on all ranks.
+        device: Device of this rank's shards.
     """
 
     def __init__(self, key: bytes, parts: Sequence[EngineSlice], device: torch.device):
@@ -137,7 +137,7 @@ class Digests:
 
     @torch.no_grad()
     def add(self, made: Sequence[Digested]) -> None:
-        """Add what this rank has of some parts, and no other rank adds.
+        """Add values that this rank holds and that no other rank adds.
 
         Raises:
             WrongKernelError: See `Digester.parts`.
@@ -149,10 +149,10 @@ class Digests:
 
     @torch.no_grad()
     def add_all(self, values: ServedValues) -> None:
-        """Add everything that this rank speaks for, made anew; collective.
+        """Compute and add all values that this rank is responsible for; collective.
 
         Args:
-            values: What engines have for this rank's shards.
+            values: The engines' form of this rank's shards.
         """
         wanted = defaultdict(list)
         for number, part in enumerate(self._parts):
@@ -162,7 +162,7 @@ class Digests:
             self.add(batch)
 
     def total(self) -> torch.Tensor:
-        """Return the digests of all parts, [parts, 2] int64, on the CPU; collective."""
+        """Return the digests of all slices, [parts, 2] int64, on the CPU; collective."""
         dist.all_reduce(self._sums)
         return self._sums.cpu()
 
@@ -170,7 +170,7 @@ class Digests:
 def _made(
     values: ServedValues, wanted: Mapping[str, Sequence[tuple[int, EngineSlice]]], magnitudes: Magnitudes
 ) -> Iterator[Digested]:
-    """Yield what this rank has of the parts that engines hold: the part's number, values, and where they begin."""
+    """Yield this rank's share of the engine slices: slice index, values, and their offset."""
     for shard in (shard for shard in values.shards if shard.is_main and shard.hf_name in wanted):
         as_codes = wanted[shard.hf_name][0][1].dtype == CODES
         for made in values.parts(shard, magnitudes, as_codes):
@@ -180,7 +180,7 @@ def _made(
 
 
 def _up_to(num_bytes: int, made: Iterator[Digested]) -> Iterator[Digested]:
-    """Yield the next ones, until they have so many bytes."""
+    """Yield items until they total `num_bytes`."""
     total = 0
     for number, values, corner in made:
         yield number, values, corner

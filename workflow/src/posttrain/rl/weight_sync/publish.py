@@ -1,4 +1,4 @@
-"""Publishes new weights to the engines after a step: quantised where they are sharded, gathered, sent in buckets."""
+"""Publishes new weights to the engines after a step: quantised as shards, gathered, and sent in buckets."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class WeightPublisher:
 
     Args:
         config: The resolved configuration.
-        engine_shards: The engines, and what they have of the trainer's weights.
-        disk_folder: Where the "disk" transport puts the weights.
-        model_folder: The checkpoint that engines started from; its config and tokenizer go along with weights on disk.
-        proof: What engines show after each update; None where they cannot.
+        engine_shards: The engines and their weight layout.
+        disk_folder: Output folder of the "disk" transport.
+        model_folder: The checkpoint that engines started from; its config and tokenizer are copied to `disk_folder`.
+        proof: Checks the engines' weights after each update; None if they do not support it.
     """
 
     def __init__(
@@ -58,12 +58,11 @@ class WeightPublisher:
         self._bucket_bytes = config.engine.weight_bucket_mib * MIB
 
     def publish(self, version: int) -> None:
-        """Bring all engines to the present weights under a version number; collective.
+        """Update all engines to the current weights under a version number; collective.
 
         Raises:
-            CheckpointError: Engines started without weights, and the trainer does not have all of them.
-            RuntimeError: When an engine did not take the update, none of them serves a mixture; or when what one holds
-                is something else.
+            CheckpointError: Engines started without weights, and the trainer lacks some of them.
+            RuntimeError: An engine refused the update (none then serves a mixture), or holds other weights than sent.
         """
         sent = self._send(version)
         if self._proof:
@@ -79,9 +78,9 @@ class WeightPublisher:
 
     @property
     def is_due_at_start(self) -> bool:
-        """Publish before the first rollout: what an engine has read from a checkpoint is not proven to be ours.
+        """Whether to publish before the first rollout: weights that an engine read from a checkpoint are not verified.
 
-        Through rank 0, or shared files, that would take too long.
+        It is skipped for transports through rank 0 or shared files, which would take too long.
         """
         return self._sharded is not None
 
@@ -89,13 +88,13 @@ class WeightPublisher:
         """Verify again that engines hold the last published weights; collective.
 
         Raises:
-            RuntimeError: One holds something else: what it has sampled since is nobody's policy.
+            RuntimeError: An engine holds other weights, so its samples are not from the policy.
         """
         if self._proof:
             self._proof.check_again()
 
     def _send(self, version: int) -> Digests | None:
-        """Send the weights, and return their digests where they were taken on the way."""
+        """Send the weights; return their digests if the transport computes them."""
         if self._sharded:
             begin = functools.partial(self._proof.begin, version) if self._proof else None
             return self._sharded.send(version, self._in_buckets(self._untrained()), begin)
@@ -105,13 +104,13 @@ class WeightPublisher:
             return None
         if weight_transport(self._config) == "disk":
             self._runner.run(self._client.update_weights_from_disk(version, self._write_folder(version)))
-            shutil.rmtree(self._disk_folder)  # the engines hold them now: FP8 weights of GLM-5 are 0.75 TB
+            shutil.rmtree(self._disk_folder)  # the engines have loaded them, and GLM-5's FP8 weights take 0.75 TB
         else:
             self._runner.run(self._client.update_weights(version, self._buckets()))
         return None
 
     def _write_folder(self, version: int) -> Path:
-        """Write a checkpoint in Hub layout that the engines can load; what a dead attempt left there is deleted."""
+        """Write a checkpoint in Hub layout for the engines to load; delete leftovers of a dead attempt first."""
         folder = self._disk_folder / f"version_{version:06d}"
         shutil.rmtree(self._disk_folder, ignore_errors=True)
         with store.building(folder) as partial:
@@ -138,12 +137,12 @@ class WeightPublisher:
         return make_buckets(tensors, self._bucket_bytes, has_query_latent)
 
     def _served_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield what the engines load: FP8 codes with scales, or the tensors as they are."""
+        """Yield the tensors that engines load: FP8 codes with scales, or unquantized tensors."""
         assert self._client is not None, "rank 0 talks to the engines"
         return itertools.chain(self._whole_tensors(), self._untrained())
 
     def _untrained(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Return what engines need from elsewhere; on rank 0, where they have no weights yet."""
+        """Return the untrained tensors that engines started without weights need; only on rank 0."""
         if not self._client or NO_WEIGHTS not in self._runner.run(self._client.weight_versions()):
             return iter(())
         num_layers, drafts = self._config.model.architecture.num_hidden_layers, self._config.engine.mtp_steps > 0
@@ -161,14 +160,13 @@ def untrained(
     """Return the untrained tensors that engines need when they start without weights.
 
     Args:
-        trained: Hub names, those of scales, too.
+        trained: Hub names of the trained tensors, including scales.
         folder: The checkpoint that the engines started from.
-        num_layers: Decoder layers; the MTP layers come after them.
-        drafts: Engines draft with the MTP layers, which nobody trains: they are read from the checkpoint.
+        num_layers: Decoder layers; the MTP layers follow them.
+        drafts: Engines draft with the MTP layers, which are untrained and read from the checkpoint.
 
     Raises:
-        CheckpointError: The checkpoint has tensors in other layers that are not trained: engines would compute with
-            noise. Names them.
+        CheckpointError: The checkpoint has other untrained tensors, for which engines would use noise; names them.
     """
     missing = [name for name in read_index(folder).weight_map if name not in trained]
     of_drafts = [name for name in missing if (layer_of(name) or 0) >= num_layers]
@@ -180,5 +178,5 @@ def untrained(
 
 
 def served_format(config: Config) -> Fp8Format | None:
-    """Return the format that engines serve during training; None for the Hub's own."""
+    """Return the quantized format that engines serve during training; None for the Hub's own."""
     return make_fp8(fp8_settings(config), config.model.architecture.num_hidden_layers) if config.rollout.fp8 else None

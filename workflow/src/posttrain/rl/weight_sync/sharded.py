@@ -1,9 +1,9 @@
 """Sends weight slices from the trainer ranks that hold them to the engine ranks that need them, without a gather.
 
-`posttrain_weights.transfer_plan` decides once what each rank sends. At an update a rank quantises these shards,
-packs the parts into flat messages and passes them on (`posttrain_weights.sender`); engines write them where their own
-loading would. The digests that engines are checked against are computed on the way, from the same parts.
-With `engine.weight_deltas` a rank keeps what it has sent, and sends what has changed (`posttrain_weights.delta`).
+`posttrain_weights.transfer_plan` plans once what each rank sends. At an update a rank quantises these shards, packs the
+slices into flat messages and sends them (`posttrain_weights.sender`); engines write them to the same places as their
+own loaders do. The digests for the check of the engines are computed from the same slices on the way. With
+`engine.weight_deltas` a rank keeps what it sent, and later sends only the changes (`posttrain_weights.delta`).
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class ShardedTransfer:
 
     Args:
         config: The resolved configuration.
-        engine_shards: What engines keep.
-        round_bytes: What a rank sends in a round, see `plan_transfer`; by default `update_bytes_at_once`.
+        engine_shards: The engines' weight layout.
+        round_bytes: Bytes that a rank sends per round, see `plan_transfer`; by default `update_bytes_at_once`.
     """
 
     def __init__(self, config: Config, engine_shards: EngineShards, round_bytes: int = 0):
@@ -91,19 +91,19 @@ class ShardedTransfer:
         besides: Iterable[NamedTensors] = (),
         begin_digests: Callable[[], Digests] | None = None,
     ) -> Digests | None:
-        """Bring all engines to the present weights under a version.
+        """Update all engines to the current weights under a version.
 
         Args:
-            version: What the engines report with each response from now on.
-            besides: What goes to them over HTTP in the same update, on rank 0: layers that only draft.
-            begin_digests: Returns what adds up the digests of what is sent; collective.
+            version: The version that engines report with each response from now on.
+            besides: Tensors sent over HTTP in the same update, on rank 0: layers that only draft.
+            begin_digests: Returns the digest accumulator for this update; collective.
 
         Returns:
-            What has added them up.
+            The digest accumulator.
 
         Raises:
             CheckpointError: A weight is NaN or infinite.
-            RuntimeError: An engine did not take them; none generates with what it has now.
+            RuntimeError: An engine failed to receive them; no engine generates with partial weights.
         """
         client = self._engine_shards.client
         if client:
@@ -121,7 +121,7 @@ class ShardedTransfer:
         return digests
 
     def _connect(self) -> None:
-        """Plan the transfer, connect to the engines, and tell each engine rank what it receives."""
+        """Plan the transfer, connect to the engines, and tell each engine rank which slices it receives."""
         held, client = self._engine_shards.held, self._engine_shards.client
         receivers = [[held.parts[part] for part in ranks] for ranks in itertools.chain(*held.of_ranks)]
         num_senders, rank = dist.get_world_size(), dist.get_rank()
@@ -151,7 +151,7 @@ class ShardedTransfer:
 
     @torch.no_grad()
     def _send_rounds(self, magnitudes: Magnitudes, digests: Digests | None) -> bool:
-        """Send everything that is this rank's to send; returns whether it is finite."""
+        """Send all slices of this rank; returns whether they are finite."""
         assert self._sender
         first, made = dist.get_world_size(), _Made(self._values, magnitudes, self._sent, self._is_held)
         self._is_held = False  # until the next verified update
@@ -172,7 +172,7 @@ class ShardedTransfer:
             messages = self._sender.pack(number, pieces)
             if self._sent:
                 self._sender.tell(number, told)
-            for before in begun:  # was on its way while this one was made
+            for before in begun:  # was in flight while this one was built
                 before.wait()
             begun = [self._sender.begin(number, messages)]
         for last in begun:
@@ -181,10 +181,10 @@ class ShardedTransfer:
         return made.are_finite()
 
     def _on_every_rank(self, work: Callable[[], T]) -> list[T]:
-        """Do something on every rank, and return what each has made.
+        """Run a function on every rank and return all results.
 
         Raises:
-            RuntimeError: Why one could not, on all alike.
+            RuntimeError: A rank failed; raised on all ranks, with its reason.
         """
         made, failure = None, ""
         try:
@@ -197,7 +197,7 @@ class ShardedTransfer:
         return [each for each, _ in found]
 
     def _beside(self, asked: Coroutine[Any, Any, Any] | None, work: Callable[[], T]) -> T:
-        """Run a function while engines do their part, which rank 0 requests."""
+        """Run a function while engines serve a request of rank 0."""
         if asked is None:
             return work()
 
@@ -210,10 +210,10 @@ class ShardedTransfer:
     def _send_beside(
         self, asked: Coroutine[Any, Any, Any] | None, magnitudes: Magnitudes, digests: Digests | None
     ) -> bool:
-        """Send while engines receive, which rank 0 requests; if one fails, no member waits for it.
+        """Send while engines receive at rank 0's request; if one side fails, the other does not wait.
 
         Raises:
-            Exception: Why, of those that rank 0 and the engines have, the one that is more than that another has left.
+            Exception: The root cause, not the consequence that the other side left.
         """
         assert self._channel
         leave = self._channel.close
@@ -239,18 +239,18 @@ class ShardedTransfer:
 
 
 class Sent:
-    """What a rank has sent last, in host memory."""
+    """The last weights that a rank sent, in host memory."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, Box, str], torch.Tensor] = {}
 
     @property
     def num_bytes(self) -> int:
-        """In host memory."""
+        """Size in host memory."""
         return sum(kept.nbytes for kept in self._kept.values())
 
     def swap(self, key: tuple[str, Box, str], values: torch.Tensor) -> torch.Tensor | None:
-        """Store values and return those stored under the same key before, on their device."""
+        """Store values, and return the previous ones of this key on the new values' device."""
         if key not in self._kept:
             self._kept[key] = values.to("cpu", copy=True)
             return None
@@ -260,13 +260,13 @@ class Sent:
 
 
 class _Made:
-    """What a rank has made of its shards for a transfer; of one tensor at a time.
+    """Builds the content of slice transfers from a rank's shards, one tensor at a time.
 
     Args:
-        values: What engines have for this rank's shards.
-        magnitudes: Of the present weights.
-        sent: What was sent last, where that is kept; it becomes what is sent now.
-        is_held: Engines hold it.
+        values: The engines' form of this rank's shards.
+        magnitudes: Magnitudes of the current weights.
+        sent: The last sent weights, if kept; updated to those sent now.
+        is_held: Engines hold the last sent weights.
     """
 
     def __init__(self, values: ServedValues, magnitudes: Magnitudes, sent: Sent | None, is_held: bool):
@@ -281,11 +281,11 @@ class _Made:
         self._finite: list[torch.Tensor] = []
 
     def part(self, transfer: SliceTransfer) -> torch.Tensor:
-        """Return what a transfer carries, [rows, columns] in the receiver's type."""
+        """Return the values of a transfer, [rows, columns] in the receiver's dtype."""
         return self._made(transfer).cut(transfer.box).values.to(getattr(torch, transfer.dtype))
 
     def changes(self, transfer: SliceTransfer, new: torch.Tensor) -> tuple[DeltaHeader, list[torch.Tensor]]:
-        """Return a transfer's header and content: what has changed of its part since the last update, or all of it."""
+        """Return a transfer's `DeltaHeader` and content: the changes since the last update, or the whole slice."""
         made, key = self._made(transfer), (transfer.name, transfer.made, transfer.dtype)
         if key not in self._swapped and self._sent is not None:
             self._swapped.add(key)
@@ -312,7 +312,7 @@ class _Made:
         return self._parts[transfer.name, transfer.made, as_codes]
 
     def are_finite(self) -> bool:
-        """Return whether all numbers are, and all scales: those of weights that are not are neither."""
+        """Return whether all values and scales are finite; non-finite weights give non-finite scales."""
         return not self._finite or bool(torch.stack(self._finite).all())
 
 
@@ -333,12 +333,12 @@ def _log_ways(transfers: Sequence[SliceTransfer], ways: Transports, first: int) 
 def sender_of(
     transfers: Sequence[SliceTransfer], channel: Channel, first: int
 ) -> tuple[Sender, list[list[SliceTransfer]]]:
-    """Return what sends a rank's transfers, and these by round, when each receiver has heard which ones it gets.
+    """Return a rank's sender and its transfers by round, after telling each receiver which ones it gets.
 
     Args:
-        transfers: Of all ranks.
-        channel: Of this one.
-        first: The first receiver's number in it.
+        transfers: Those of all ranks.
+        channel: This rank's channel.
+        first: Index of the first receiver in the channel.
     """
     rank, ways = channel.rank, channel.ways
     mine = [transfer for transfer in transfers if transfer.sender == rank]
@@ -357,7 +357,7 @@ def sender_of(
 def _passed_on(
     transfers: Sequence[SliceTransfer], ways: Transports, rank: int, first: int
 ) -> dict[int, dict[Pair, int]]:
-    """Return round -> (source, destination) -> bytes that reach a rank for others that share its memory."""
+    """Return round -> (source, destination) -> bytes that a rank receives for other ranks on its shared memory."""
     own = {to for to in range(first, ways.num_members) if ways.deputy(to) == rank}
     passed_on: dict[int, dict[Pair, int]] = defaultdict(lambda: defaultdict(int))
     for transfer in transfers:
@@ -370,7 +370,7 @@ def _passed_on(
 def _shared(
     mine: Sequence[SliceTransfer], ways: Transports, passed_on: Mapping[int, Mapping[Pair, int]], first: int
 ) -> tuple[int, list[int]]:
-    """Return the bytes of shared memory that a rank's fullest round takes, and who reads it."""
+    """Return the shared memory bytes of a rank's largest round, and its readers."""
     rounds = Counter({number: sum(sizes.values()) for number, sizes in passed_on.items()})
     readers = {to for sizes in passed_on.values() for _, to in sizes}
     for transfer in mine:

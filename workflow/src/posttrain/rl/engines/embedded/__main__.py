@@ -1,7 +1,7 @@
 """Start the embedded engine: `python -m posttrain.rl.engines.embedded --model-path DIR --port PORT`.
 
-The port is bound before torch is imported, so that a port in use is told within a second. A client that
-connects while the model loads waits for its answer. Clients must show the secret of its environment
+The port is bound before torch is imported, so that a port in use is reported within a second. A client that
+connects while the model loads waits for its answer. Clients must send the secret from the engine's environment
 (`rl.engines.secret`).
 """
 
@@ -21,13 +21,13 @@ from posttrain.errors import ConfigError, Problem
 from posttrain.rl.engines.secret import take_secret
 
 log = logging.getLogger("engine")
-# For open requests; half of what who ends this process waits (`processes.GRACE_SECONDS`).
+# Time for open requests at shutdown; half of the supervisor's grace period (`processes.GRACE_SECONDS`).
 STOP_SECONDS = 5.0
 DTYPES = ("float32", "bfloat16")
 
 
 def main() -> None:
-    """Bind the port, load the model, serve until told to end."""
+    """Bind the port, load the model, and serve until a signal."""
     started = time.perf_counter()
     arguments = command_line(
         __doc__,
@@ -78,7 +78,7 @@ async def _serve(arguments: argparse.Namespace, secret: str, listening: socket.s
     runner = web.AppRunner(make_application(loaded, worker, secret), access_log=None, shutdown_timeout=STOP_SECONDS)
     await runner.setup()
     await web.SockSite(runner, listening).start()
-    # Only now: while the model loads there is nothing to close, and a signal ends the process at once.
+    # Installed only now: while the model loads there is nothing to close, and a signal should end the process at once.
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

@@ -1,15 +1,15 @@
 """Prefill and decode of one batch over a `transformers` model.
 
-A batch is a function of its rows and the weights: which rows share it decides the last bits of their
-log-probabilities, so the composition is the caller's, and running it again gives the same bits.
+A batch is a function of its rows and the weights. Its composition determines the last bits of the
+log-probabilities, so the caller chooses it, and running it again gives the same bits.
 
 Rows with the same prompt (the samples of a group) share one prefill: the prompt's keys and values are
-computed once and copied to each row. Prompts of different length are padded on the left; a padded place is
-masked for every real query and sees only itself, so no row of the softmax is empty. When a quarter of the
-rows have finished, the batch is cut down to the rest.
+computed once and copied to each row. Prompts are padded on the left; padding is masked for every real query
+and sees only itself, so no softmax row is empty. When a quarter of the rows have finished, the batch is
+compacted to the rest.
 
-A row may ask for the log-probabilities of its prompt's tokens, and for the likeliest tokens in every place. Both come
-from the same forward passes; what is sampled does not change by it.
+A row may request log-probabilities of its prompt tokens, and the top tokens at every position. Both come from the same
+forward passes and do not change the samples.
 
 Shapes: B rows, U distinct prompts, S longest prompt, T tokens in the cache, V vocabulary.
 """
@@ -29,24 +29,24 @@ from posttrain.rl.engines.embedded.requests import Row
 from posttrain.rl.engines.embedded.routes import RouteRecorder
 from posttrain.rl.engines.embedded.sampling import RowSampler
 
-# Places of a prompt whose logits exist at a time.
+# Prompt positions whose logits exist at a time.
 SCORED_AT_A_TIME = 256
-# Cutting the batch down copies the cache; it pays when this share of the rows is done.
+# Compacting the batch copies the cache; it pays off once this share of the rows has finished.
 COMPACT_WHEN_FINISHED = 0.25
 MASK_KEY = "indexed_attention"
 
 
-# The likeliest tokens of one place, with their log-probabilities.
+# The top tokens at one position, with their log-probabilities.
 Alternatives = list[tuple[int, float]]
 
 
 @dataclass(frozen=True)
 class PromptScores:
-    """What the model says of a prompt's tokens from the second on; the first follows nothing.
+    """Log-probabilities of a prompt's tokens from the second on.
 
     Args:
         logprobs: The log-probability of each at temperature 1, float32 as Python floats.
-        alternatives: Beside each the likeliest there, the likeliest first.
+        alternatives: Top tokens at each position, most likely first.
     """
 
     logprobs: list[float]
@@ -55,16 +55,16 @@ class PromptScores:
 
 @dataclass
 class Response:
-    """What came out for one row so far.
+    """A row's response so far.
 
     Args:
-        row: What was asked.
+        row: The request.
         output_ids: Tokens, the end token included.
         logprobs: The float32 log-probability of each, as Python floats.
-        finish_reason: None while it runs; else SGLang's object, {"type": "stop" | "length" | "abort"}.
-        alternatives: Beside each output token, if the row asks for them, the likeliest there, the likeliest first.
-        prompt_scores: Of the prompt's tokens from the second on, if the row asks for them.
-        routes: Where the tokens read so far went, parts of [tokens, layers, experts of a token], if it is asked for.
+        finish_reason: None while it runs; then SGLang's object, {"type": "stop" | "length" | "abort"}.
+        alternatives: Top tokens at each output position, most likely first, if requested.
+        prompt_scores: Scores of the prompt's tokens from the second on, if requested.
+        routes: Expert routes of the tokens read so far, chunks of [tokens, layers, experts per token], if requested.
     """
 
     row: Row
@@ -80,7 +80,7 @@ class Response:
             self.finish_reason = {"type": "length", "length": 0}
 
     def append(self, token: int, logprob: float) -> None:
-        """Add a token and finish the response when it was the last."""
+        """Add a token, and finish the response if it is the last."""
         self.output_ids.append(token)
         self.logprobs.append(logprob)
         if token in self.row.stop_token_ids:
@@ -116,7 +116,7 @@ def generate(model: Any, rows: Sequence[Row], after_step: Callable[[list[Respons
 
 
 class _Batch:
-    """The rows that still run, with their cache, masks and random numbers."""
+    """The running rows, with their cache, masks and random numbers."""
 
     def __init__(self, model: Any, responses: Sequence[Response], recorder: RouteRecorder | None):
         self._model, self._recorder = model, recorder
@@ -130,7 +130,7 @@ class _Batch:
         self._tokens = torch.empty(0, dtype=torch.int64)
 
     def prefill(self) -> torch.Tensor:
-        """Compute the distinct prompts, copy their cache to the rows; return the logits after them [B, V]."""
+        """Prefill the distinct prompts, copy their cache to the rows, and return the next-token logits [B, V]."""
         prompts = list(dict.fromkeys(response.row.input_ids for response in self._live))
         longest = max(map(len, prompts))
         tokens = torch.tensor([(0,) * (longest - len(prompt)) + prompt for prompt in prompts])
@@ -167,7 +167,7 @@ class _Batch:
                     response.alternatives.append(likeliest[place][: response.row.num_alternatives])
 
     def drop_finished(self) -> bool:
-        """Cut the batch down when enough rows have finished; return False when all have."""
+        """Compact the batch if enough rows have finished; returns False if all have."""
         kept = [index for index, response in enumerate(self._live) if response.finish_reason is None]
         if kept and len(self._live) - len(kept) >= COMPACT_WHEN_FINISHED * len(self._live):
             self._live = [self._live[index] for index in kept]
@@ -177,7 +177,7 @@ class _Batch:
         return bool(kept)
 
     def _tell_routes(self, places: Sequence[int], num_rows: int) -> None:
-        """Give each response that runs the routes of its tokens in the last pass, which had its row at a place."""
+        """Append the last pass's routes to each running response; `places` are their rows in that pass."""
         if not self._recorder:
             return
         routes = self._recorder.take(num_rows)
@@ -187,7 +187,7 @@ class _Batch:
                 response.routes.append(told if response.routes else told[-len(response.row.input_ids) :])
 
     def _score_prompts(self, hidden: dict[tuple[int, ...], torch.Tensor]) -> None:
-        """Give each response that asks for it the scores of its prompt; `hidden` is [S, H] per prompt."""
+        """Set the prompt scores of each response that requests them; `hidden` is [S, H] per prompt."""
         wanted: dict[tuple[int, ...], int] = {}
         for row in (response.row for response in self._live if response.row.scores_prompt):
             wanted[row.input_ids] = max(wanted.get(row.input_ids, 0), row.num_alternatives)
@@ -199,7 +199,7 @@ class _Batch:
 
     def _scores(self, prompt: tuple[int, ...], hidden: torch.Tensor, most: int) -> PromptScores:
         scores = PromptScores([], [])
-        # The padding lies before the prompt, and after its last token nothing is asked.
+        # Skip the padding before the prompt, and its last token, which predicts the response.
         before, targets = hidden[len(hidden) - len(prompt) : -1], torch.tensor(prompt[1:])
         for start in range(0, len(targets), SCORED_AT_A_TIME):
             places = slice(start, start + SCORED_AT_A_TIME)
@@ -209,7 +209,7 @@ class _Batch:
         return scores
 
     def _keep(self, rows: torch.Tensor) -> None:
-        """Make the cache, the mask and the positions those of `rows`, which may repeat."""
+        """Select `rows` (which may repeat) in the cache, the mask and the positions."""
         self._cache.reorder_cache(cast(torch.LongTensor, rows))
         self._real, self._positions = self._real[rows], self._positions[rows]
 
@@ -227,21 +227,21 @@ class _Batch:
 
 
 def _likeliest(logprobs: torch.Tensor, count: int) -> list[Alternatives]:
-    """Return the likeliest tokens of each row of [B, V]."""
+    """Return the top tokens of each row of [B, V]."""
     values, tokens = logprobs.topk(min(count, logprobs.shape[-1]))
     return [list(zip(ids, row, strict=True)) for ids, row in zip(tokens.tolist(), values.tolist(), strict=True)]
 
 
 def _additive_mask(real: torch.Tensor, num_queries: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return 0 where a query may look and the dtype's smallest number elsewhere.
+    """Return an additive mask: 0 for visible keys and the dtype's minimum elsewhere.
 
     Args:
         real: [B, T] bool, False on padding.
-        num_queries: The last Q positions ask.
-        dtype: Of the model's activations.
+        num_queries: Q; the queries are the last Q positions.
+        dtype: Dtype of the activations.
 
     Returns:
-        [B, 1, Q, T]: keys up to the query that are no padding; the query's own place always.
+        [B, 1, Q, T]: each query sees the non-padding keys up to it, and always itself.
     """
     keys = torch.arange(real.shape[1])
     queries = keys[-num_queries:, None]

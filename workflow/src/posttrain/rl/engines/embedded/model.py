@@ -1,4 +1,4 @@
-"""A checkpoint folder in Hub layout becomes a `transformers` model that is ready to generate."""
+"""Loads a checkpoint folder in Hub layout as a `transformers` model that is ready to generate."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from posttrain.rl.engines.embedded.weights import ServedWeights, WeightError, We
 
 log = logging.getLogger(__name__)
 
-# On the tiny model with 2 threads: half the time of the loop over experts, no slower than batched_mm.
+# On the tiny model with 2 threads it takes half the time of the loop over experts, and no more than batched_mm.
 EXPERTS_IMPLEMENTATION = "grouped_mm"
 ATTENTION_IMPLEMENTATION = "eager"
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A loaded model with what a server needs to know about it.
+    """A loaded model with the metadata that a server needs.
 
     Args:
-        folder: Where it was loaded from.
+        folder: The folder it was loaded from.
         model: The `transformers` model, in evaluation mode.
         weights: Its weights under Hub names.
-        model_type: Of config.json.
+        model_type: `model_type` of config.json.
         eos_token_ids: Any of them ends a response.
         vocab_size: Token ids are below it.
         max_positions: Longest prompt and response together.
@@ -57,12 +57,12 @@ def load_model(folder: Path, dtype: torch.dtype, has_weights: bool = True) -> Lo
     Args:
         folder: config.json, shards in BF16, FP32 or a format of `QuantizedCheckpoint`, and optionally
             generation_config.json.
-        dtype: What weights and activations are computed in.
-        has_weights: Off, nothing but config.json and generation_config.json is read, and the first update, which must
-            hold every tensor, makes the model ready.
+        dtype: Dtype of weights and activations.
+        has_weights: False: read only config.json and generation_config.json; the first update, which must hold every
+            tensor, makes the model ready.
 
     Raises:
-        CheckpointError: When the architecture is not served, or the weights do not fit it.
+        CheckpointError: The architecture is not supported, or the weights do not fit it.
     """
     config = _config_of(folder)
     model = build_model(folder, dtype)
@@ -72,7 +72,7 @@ def load_model(folder: Path, dtype: torch.dtype, has_weights: bool = True) -> Lo
         fill_from_folder(weights.initial_load(), folder)
     else:
         for tensor in model.state_dict().values():
-            tensor.zero_()  # memory holds anything at first, not the same every time
+            tensor.zero_()  # uninitialised memory would differ from start to start
         log.info("no weights are read from %s: the first update brings them", folder)
     log.info("%s with %d indexers", type(model).__name__, make_indexers_stable(model))
     return LoadedModel(
@@ -87,10 +87,10 @@ def load_model(folder: Path, dtype: torch.dtype, has_weights: bool = True) -> Lo
 
 
 def fill_from_folder(update: WeightUpdate, folder: Path) -> None:
-    """Read every tensor of a checkpoint into an update and check that nothing is missing.
+    """Read every tensor of a checkpoint into an update, and check that none is missing.
 
     Raises:
-        CheckpointError: Naming the folder and the tensor that does not fit, or the file that cannot be read.
+        CheckpointError: A tensor does not fit or a file cannot be read; names folder and tensor or file.
     """
     try:
         bundles = _weights_with_scales(folder) if _is_sent_alike(folder) else _numbers(folder)
@@ -113,10 +113,10 @@ def _config_of(folder: Path) -> dict[str, Any]:
 
 
 def build_model(folder: Path, dtype: torch.dtype) -> Any:
-    """Return the model of a folder's config.json, in evaluation mode, with whatever its memory holds as weights.
+    """Return the model of a folder's config.json, in evaluation mode, with uninitialised weights.
 
     Raises:
-        CheckpointError: When the architecture is not served.
+        CheckpointError: The architecture is not supported.
     """
     config_file, model_type = folder / "config.json", _config_of(folder).get("model_type")
     if model_type not in FAMILIES:
@@ -124,7 +124,7 @@ def build_model(folder: Path, dtype: torch.dtype) -> Any:
         raise CheckpointError(f"{config_file}: model_type {model_type!r}; the embedded engine serves {known}")
     from transformers.initialization import no_init_weights
 
-    # Loaded alone: `AutoModel` imports far more.
+    # Import only this class: `AutoModel` imports far more.
     module = importlib.import_module(modelling_module(model_type))
     model_class = getattr(module, FAMILIES[model_type].hub_class)
     model_config = model_class.config_class.from_pretrained(config_file.parent)
@@ -144,7 +144,7 @@ def build_model(folder: Path, dtype: torch.dtype) -> Any:
 
 
 def _keep_in_float32(model: Any) -> None:
-    """Give the few tensors that the model always computes with in float32 that precision."""
+    """Keep the few tensors in float32 that the model always computes in float32."""
     names = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if any(part in name for part in names):
@@ -152,13 +152,13 @@ def _keep_in_float32(model: Any) -> None:
 
 
 def _is_sent_alike(folder: Path) -> bool:
-    """Return whether updates bring weights in the same form: plain, or FP8 codes with scales."""
+    """Return whether updates use the checkpoint's weight format: plain, or FP8 codes with scales."""
     declared = _config_of(folder).get("quantization_config") or {}
     return declared.get("quant_method", "fp8") == "fp8" or declared.get("format") == "float-quantized"
 
 
 def _numbers(folder: Path) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Read what codes of any other format stand for: NVFP4, MXFP8, INT4."""
+    """Read and dequantize codes of other formats: NVFP4, MXFP8, INT4."""
     checkpoint = QuantizedCheckpoint(folder)
     for name in checkpoint.names:
         yield [(name, checkpoint.tensor(name))]

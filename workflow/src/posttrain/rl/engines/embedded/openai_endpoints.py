@@ -1,7 +1,8 @@
 """OpenAI's endpoints over the same worker: /v1/completions, /v1/chat/completions and /v1/models.
 
-Evaluation harnesses speak this. A request, whatever its number of prompts and choices, is one batch, as with /generate.
-Log-probabilities are /generate's: of the tempered distribution for what is sampled, at temperature 1 for a prompt.
+Evaluation harnesses use this API. As with /generate, a request is one batch, whatever its number of prompts and
+choices, and log-probabilities are those of the tempered distribution for sampled tokens, at temperature 1 for prompt
+tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from posttrain.rl.engines.embedded.worker import Work, Worker
 
 
 class OpenAIEndpoints:
-    """Completions of texts and of conversations."""
+    """OpenAI's endpoints for completions and chat."""
 
     def __init__(self, loaded: LoadedModel, worker: Worker):
         self._loaded, self._worker = loaded, worker
@@ -31,7 +32,7 @@ class OpenAIEndpoints:
         self._limits = ModelLimits(loaded.vocab_size, loaded.max_positions, loaded.eos_token_ids)
 
     def routes(self) -> list[web.RouteDef]:
-        """Return the routes of this part."""
+        """Return the HTTP routes of these endpoints."""
         return [
             web.post("/v1/completions", self.completions),
             web.post("/v1/chat/completions", self.chat),
@@ -63,7 +64,7 @@ class OpenAIEndpoints:
         return self._answer(body, "chat.completion", "chatcmpl", choices, responses, asked)
 
     async def models(self, request: web.Request) -> web.Response:
-        """Name the one model that is served."""
+        """List the served model."""
         model = {
             "id": str(self._loaded.folder),
             "object": "model",
@@ -76,7 +77,7 @@ class OpenAIEndpoints:
     async def _responses(self, asked: Asked) -> list[Response]:
         responses = await asyncio.wrap_future(self._worker.submit(Work(asked.rows)))
         if any(response.finish_reason and response.finish_reason["type"] == "abort" for response in responses):
-            # OpenAI's interface has no word for it, and half an answer must not pass for a whole one.
+            # OpenAI's API has no finish reason for an abort, and a partial answer must not look complete.
             raise RuntimeError("the request was aborted")
         return responses
 
@@ -119,7 +120,7 @@ class OpenAIEndpoints:
         }
 
     def _completion_logprobs(self, response: Response, echo: bool) -> dict[str, Any]:
-        """Return one entry per token; a prompt's first token follows nothing and has none."""
+        """Return one entry per token; a prompt's first token has no log-probability."""
         tokens, logprobs = list(response.output_ids), list[float | None](response.logprobs)
         alternatives = list[Alternatives | None](response.alternatives or [[] for _ in tokens])
         if echo:
@@ -138,7 +139,7 @@ class OpenAIEndpoints:
         }
 
     def _by_text(self, tokens: Alternatives) -> dict[str, float]:
-        """Return log-probabilities by token; of tokens that look alike, pieces of a character, the likelier one's."""
+        """Return log-probabilities by token text; among tokens with equal text (pieces of a character), the highest."""
         found: dict[str, float] = {}
         for token, logprob in tokens:
             text = self._texts.spelled([token])
@@ -154,7 +155,7 @@ class OpenAIEndpoints:
 
     def _spelled(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._texts.spelled([token])
-        # A piece of a character has no text of its own.
+        # A piece of a character has no text.
         return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
 
 

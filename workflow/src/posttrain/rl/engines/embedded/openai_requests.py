@@ -1,7 +1,7 @@
-"""A body of /v1/completions or /v1/chat/completions becomes rows, or is refused with a reason.
+"""Parses a body of /v1/completions or /v1/chat/completions into rows, or refuses it with a reason.
 
-Accepted is what OpenAI's interface has and this engine can do, and of SGLang's additions `ignore_eos`,
-`stop_token_ids` and `chat_template_kwargs`. As in `requests`, nothing that would change the answer is ignored.
+It accepts the parameters of OpenAI's API that this engine supports, and SGLang's additions `ignore_eos`,
+`stop_token_ids` and `chat_template_kwargs`. As in `requests`, no parameter that would change the answer is ignored.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from posttrain.rl.engines.embedded.texts import Texts
 # OpenAI's own defaults and limits.
 DEFAULT_MAX_TOKENS = 16
 MOST_CHOICES = 128
-# Both endpoints take these; `user` and `model` change nothing.
+# Both endpoints accept these; `user` and `model` have no effect.
 _SHARED = {"model", "user", "temperature", "top_p", "stop", "seed", "n", "logprobs", "stream", "max_tokens"}
 _OF_SGLANG = {"ignore_eos", "stop_token_ids"}
 _NEUTRAL = {name: allowed for name, allowed in NEUTRAL_VALUES.items() if name not in ("n", "stop")}
@@ -47,14 +47,14 @@ _OF_CHAT = {
 
 @dataclass(frozen=True)
 class Asked:
-    """What an OpenAI request asks for.
+    """A parsed OpenAI request.
 
     Args:
-        rows: The n choices of a prompt side by side.
-        num_choices: Per prompt, n.
-        stops: Texts at which answers end.
-        with_logprobs: The answer has log-probabilities.
-        echoes: Text of each prompt, where the answer begins with it.
+        rows: The n choices of each prompt, consecutive.
+        num_choices: n, choices per prompt.
+        stops: Stop texts.
+        with_logprobs: Return log-probabilities.
+        echoes: Text of each prompt if the answer echoes it.
     """
 
     rows: tuple[Row, ...]
@@ -151,7 +151,7 @@ def _rows(
 
 
 def _prompts(value: Any) -> list[str | list[int]]:
-    """Return each prompt, of a text, a list of tokens, or a list of either."""
+    """Return the list of prompts, given a text, a list of tokens, or a list of either."""
     if isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], int)):
         value = [value]
     if not isinstance(value, list) or not value or not all(isinstance(one, str | list) for one in value):
@@ -160,7 +160,7 @@ def _prompts(value: Any) -> list[str | list[int]]:
 
 
 def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the messages, with contents that come in parts joined."""
+    """Return the messages, with multi-part contents joined."""
     found = _objects(body, "messages")
     for place, message in enumerate(found):
         parts = message.get("content")

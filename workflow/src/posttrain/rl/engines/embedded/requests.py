@@ -1,8 +1,8 @@
-"""A /generate body becomes rows, or is refused with a reason.
+"""Parses a /generate body into rows, or refuses it with a reason.
 
-Accepted is what SGLang accepts and this engine can do. A parameter that would change the distribution in a
-way this engine does not implement is refused rather than ignored: the log-probabilities would be those of
-another model.
+It accepts the SGLang parameters that this engine supports. It refuses, rather than ignores, a parameter that
+would change the distribution in an unsupported way, because the log-probabilities would be those of another
+model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from aiohttp import web
 
 from posttrain.rl.engines.routes import ASKED
 
-# Sampling parameters that may stand in a request with the value that switches them off.
+# Unsupported sampling parameters -> the neutral value with which a request may contain them.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "top_k": (-1, 1 << 30),
     "min_p": (0,),
@@ -49,11 +49,11 @@ MOST_ALTERNATIVES = 20
 
 
 class RequestError(ValueError):
-    """A request that cannot be served; the text goes back with HTTP 400.
+    """A request that cannot be served; the text is returned with HTTP 400.
 
     Args:
         text: What is wrong.
-        param: The parameter that is, where it is one; OpenAI's clients are told it apart.
+        param: The wrong parameter, if any; OpenAI's error has a separate field for it.
     """
 
     def __init__(self, text: str, param: str | None = None):
@@ -63,13 +63,13 @@ class RequestError(ValueError):
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """The limits that requests are checked against.
+    """Limits for checking requests.
 
     Args:
         vocab_size: Token ids are below it.
         max_positions: Longest prompt and response together.
         eos_token_ids: Any of them ends a response.
-        has_experts: Its tokens go to experts.
+        has_experts: The model has MoE layers.
     """
 
     vocab_size: int
@@ -85,15 +85,15 @@ class Row:
     Args:
         request_id: SGLang's rid.
         input_ids: The prompt.
-        max_new_tokens: The response is cut here; 0 asks for the prompt's log-probabilities alone.
+        max_new_tokens: Length limit of the response; 0: only the prompt's log-probabilities.
         temperature: 0 is greedy.
         sampling_seed: None draws one.
         stop_token_ids: Any of them ends the response.
-        top_p: Probability of the likeliest tokens that are sampled from.
-        stop_texts: Told the tokens so far, names the text that ends the response with them; empty goes on.
-        num_alternatives: Likeliest tokens that are reported in every place, beside the one that is there.
-        scores_prompt: The prompt's tokens get log-probabilities, too.
-        tells_routes: The answer says which experts the tokens went to.
+        top_p: Nucleus sampling probability.
+        stop_texts: Function from the tokens so far to the stop text that they end with, or "".
+        num_alternatives: Number of top tokens to report at every position.
+        scores_prompt: Return log-probabilities of the prompt's tokens.
+        tells_routes: Return the expert routes of the tokens.
     """
 
     request_id: str
@@ -114,10 +114,10 @@ class ParsedRequest:
     """A /generate body.
 
     Args:
-        rows: What to generate.
-        is_batch: The answer is a list, also for one row.
-        stream: The answer comes token by token.
-        told_from: Of the prompt's tokens from this one on the answer has log-probabilities; -1: of none.
+        rows: The rows to generate.
+        is_batch: The answer is a list, even for one row.
+        stream: The answer is streamed token by token.
+        told_from: First prompt token with log-probabilities in the answer; -1: none.
     """
 
     rows: tuple[Row, ...]
@@ -130,7 +130,7 @@ async def read_json(request: web.Request) -> dict[str, Any]:
     """Return the body as a JSON object; an empty body is an empty object.
 
     Raises:
-        RequestError: When it is something else.
+        RequestError: The body is not a JSON object.
     """
     text = await request.text()
     try:
@@ -200,7 +200,7 @@ def _parse_row(index: int, prompt: Any, parameters: dict[str, Any], request_id: 
 
 
 def check_prompt(where: str, prompt: Any, limits: ModelLimits) -> None:
-    """Raise `RequestError` unless a prompt is tokens of the vocabulary; `where` names it."""
+    """Raise `RequestError` unless a prompt is a list of vocabulary tokens; `where` names it."""
     if not isinstance(prompt, list) or not prompt:
         raise RequestError(f"{where}: empty; a prompt has at least one token")
     for position, token in enumerate(prompt):
@@ -210,7 +210,7 @@ def check_prompt(where: str, prompt: Any, limits: ModelLimits) -> None:
 
 
 def check_neutral(where: str, parameters: Mapping[str, Any]) -> None:
-    """Raise `RequestError` for a parameter that would change the distribution in a way that is not implemented."""
+    """Raise `RequestError` for a parameter that would change the distribution in an unsupported way."""
     for name, allowed in NEUTRAL_VALUES.items():
         if name in parameters and parameters[name] not in (None, *allowed):
             raise RequestError(
@@ -222,10 +222,10 @@ def check_neutral(where: str, parameters: Mapping[str, Any]) -> None:
 def number(
     where: str, parameters: Mapping[str, Any], name: str, default: float, minimum: float, maximum: float = math.inf
 ) -> Any:
-    """Return a parameter, a whole number where its default is one, or the default where it is not given.
+    """Return a numeric parameter (an integer if its default is one), or its default.
 
     Raises:
-        RequestError: It is something else, or out of its range.
+        RequestError: The value has the wrong type or is out of range.
     """
     value = parameters.get(name)
     if value is None:
@@ -238,7 +238,7 @@ def number(
 
 
 def whole_number(where: str, parameters: Mapping[str, Any], name: str) -> int | None:
-    """Return a parameter that is a whole number of any sign, None where it is not given.
+    """Return an integer parameter of any sign, None if absent.
 
     Raises:
         RequestError: It is something else.

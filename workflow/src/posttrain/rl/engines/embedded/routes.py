@@ -22,13 +22,13 @@ def _experts(model: Any) -> list[torch.nn.Module | None]:
 
 
 class RouteRecorder:
-    """While it is open, remembers where the tokens of the last forward pass went.
+    """While open, records the expert routes of the last forward pass.
 
     Args:
         model: A `transformers` causal language model with experts.
 
     Raises:
-        ValueError: It has none.
+        ValueError: The model has no experts.
     """
 
     def __init__(self, model: Any):
@@ -58,10 +58,10 @@ class RouteRecorder:
         return look
 
     def take(self, num_rows: int) -> np.ndarray:
-        """Return the routes of the last pass [B, Q, layers, experts of a token]; zeros in layers without experts.
+        """Return the routes of the last pass [B, Q, layers, experts per token]; zeros in layers without experts.
 
         Args:
-            num_rows: B, rows that the pass had.
+            num_rows: B, rows of the pass.
         """
         tokens = len(next(iter(self._seen.values())))
         routes = np.zeros((tokens, self._num_layers, self._per_token), self._dtype)

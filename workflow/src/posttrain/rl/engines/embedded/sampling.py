@@ -1,13 +1,13 @@
-"""A token of each row, from the row's own random numbers.
+"""Samples a token for each row, with the row's own random numbers.
 
 Row r draws one uniform u in [0, 1) per token from a generator seeded with its `sampling_seed`, and takes the
-first token whose cumulative probability exceeds u (inverse of the distribution function, in float64). So its
-random numbers do not depend on the rows beside it, nor on how the batch shrinks.
+first token whose cumulative probability exceeds u (inverse CDF, in float64). So its random numbers depend
+neither on other rows nor on how the batch shrinks.
 
 The log-probability is that of the tempered distribution, log_softmax(logits / temperature) in float32:
-SGLang's convention, and what the trainer computes. Temperature 0 takes the likeliest token and reports
-temperature 1's value. `top_p` leaves out what it does not sample from, and does not raise the log-probability
-of the rest: SGLang's convention, too.
+SGLang's convention, and what the trainer computes. Temperature 0 takes the most likely token and reports
+temperature 1's value. `top_p` excludes tokens from sampling without renormalising the log-probabilities of
+the rest, also SGLang's convention.
 
 Shapes: B rows, V vocabulary.
 """
@@ -25,8 +25,8 @@ class RowSampler:
 
     Args:
         seeds: `sampling_seed` of each row; None draws one from the operating system.
-        temperatures: Of each row, 0 for greedy.
-        top_ps: Of each row, the probability of the likeliest tokens that it samples from; by default all tokens.
+        temperatures: One per row, 0 for greedy.
+        top_ps: Nucleus probability of each row; by default 1.
     """
 
     def __init__(self, seeds: Sequence[int | None], temperatures: Sequence[float], top_ps: Sequence[float] = ()):
@@ -42,7 +42,7 @@ class RowSampler:
         self._top_ps = self._top_ps[list(rows)]
 
     def distribution(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the log-probabilities that rows report, [B, V] float32, of their logits [B, V]."""
+        """Return the log-probabilities that rows report, [B, V] float32, from their logits [B, V]."""
         return torch.log_softmax(self._tempered(logits), dim=-1)
 
     def sample(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,7 +55,7 @@ class RowSampler:
             Tokens [B] int64 and their log-probabilities [B] float32.
 
         Raises:
-            FloatingPointError: When a logit is not finite.
+            FloatingPointError: A logit is not finite.
         """
         tempered = self._tempered(logits)
         if not torch.isfinite(tempered).all():
@@ -73,7 +73,7 @@ class RowSampler:
 
 
 def nucleus(logits: torch.Tensor, top_ps: torch.Tensor) -> torch.Tensor:
-    """Return the logits, those of all but the likeliest tokens at minus infinity.
+    """Return the logits with all tokens outside the nucleus at minus infinity.
 
     Nucleus sampling: Holtzman et al. 2020, arXiv:1904.09751.
 
@@ -82,7 +82,7 @@ def nucleus(logits: torch.Tensor, top_ps: torch.Tensor) -> torch.Tensor:
         top_ps: [B] float64 in (0, 1]; 1 leaves a row as it is.
 
     Returns:
-        [B, V]: kept are the fewest tokens whose probabilities sum up to `top_ps`, of equal ones the lower token first.
+        [B, V]: keeps the fewest tokens whose probabilities reach `top_ps`; lower token ids win ties.
 
     Example:
         Probabilities (0.2, 0.5, 0.3): 0.6 keeps tokens 1 and 2, 0.5 keeps token 1.
@@ -107,7 +107,7 @@ def inverse_cdf(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
         Probabilities (0.25, 0, 0.75): u = 0.2 gives token 0, u = 0.25 gives token 2.
     """
     cumulative = torch.softmax(logits.double(), dim=-1).cumsum(-1)
-    # The product may round up to the total itself, which no cumulative probability exceeds.
+    # The product may round up to the total, which no cumulative probability exceeds.
     below_total = torch.nextafter(cumulative[:, -1], torch.zeros_like(uniforms))
     thresholds = torch.minimum(uniforms * cumulative[:, -1], below_total)
     return torch.searchsorted(cumulative, thresholds[:, None], right=True)[:, 0]

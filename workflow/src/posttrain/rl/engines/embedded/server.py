@@ -1,8 +1,8 @@
-"""HTTP in and out of the embedded engine, in SGLang's words.
+"""The embedded engine's HTTP server, with SGLang's API.
 
-Answers have SGLang's fields, text apart: only OpenAI's endpoints (`openai_endpoints`) read and write text. A request
-that cannot be served is answered with 400 and OpenAI's {"error": {"message": ...}}, as is an endpoint that does not
-exist; a request without the engine's secret with 401, whatever it asks for.
+Answers have SGLang's fields except text: only OpenAI's endpoints (`openai_endpoints`) read and write text. A request
+that cannot be served, or an unknown endpoint, gets 400 and OpenAI's {"error": {"message": ...}}; any request without
+the engine's secret gets 401.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from posttrain.rl.engines.secret import authorization
 
 log = logging.getLogger(__name__)
 
-# A request for tokens is far smaller.
+# Generate requests are far smaller.
 SMALL_BODY_BYTES = 64 << 20
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -50,10 +50,10 @@ def make_application(loaded: LoadedModel, worker: Worker, secret: str) -> web.Ap
 
     Args:
         loaded: The model that `worker` runs.
-        worker: Where requests go.
-        secret: Who does not show it is refused, on every route, before its body is read.
+        worker: Runs the requests.
+        secret: Requests without it are refused on every route, before the body is read.
     """
-    # All weights at once, those of an MTP layer too, in base64 are the most that anybody has to say.
+    # The largest valid body is all weights at once, including an MTP layer, in base64.
     largest = max(SMALL_BODY_BYTES, 4 * loaded.weights.num_bytes)
     application = web.Application(client_max_size=largest, middlewares=[_only_with(secret), _refuse_clearly])
     for part in (Endpoints(loaded, worker), OpenAIEndpoints(loaded, worker), WeightEndpoints(loaded, worker)):
@@ -72,7 +72,7 @@ class Endpoints:
         )
 
     def routes(self) -> list[web.RouteDef]:
-        """Return the routes of this part."""
+        """Return the HTTP routes of these endpoints."""
         informing = {
             "/get_server_info": self.server_info,
             "/server_info": self.server_info,
@@ -106,17 +106,17 @@ class Endpoints:
         return web.json_response(answers if parsed.is_batch else answers[0])
 
     async def health(self, request: web.Request) -> web.Response:
-        """Say whether the worker lives."""
+        """Report whether the worker is alive."""
         return web.Response(status=200 if self._worker.is_alive else 503)
 
     async def health_generate(self, request: web.Request) -> web.Response:
-        """Generate one token and say whether that worked."""
+        """Report whether the worker can generate one token."""
         row = Row("health", (0,), 1, 0.0, 0, frozenset())
         await asyncio.wrap_future(self._worker.submit(Work((row,))))
         return web.Response(status=200)
 
     async def server_info(self, request: web.Request) -> web.Response:
-        """Describe the server and what it has done so far."""
+        """Describe the server and its counters."""
         model = self._loaded.model
         return web.json_response(
             {
@@ -148,7 +148,7 @@ class Endpoints:
         )
 
     async def pause_generation(self, request: web.Request) -> web.Response:
-        """Hold generation; mode "abort" ends what runs, "in_place" lets it stand between two tokens."""
+        """Pause generation; mode "abort" ends running requests, "in_place" holds them between two tokens."""
         mode = (await read_json(request)).get("mode", "abort")
         if mode not in ("abort", "in_place"):
             raise RequestError(f"mode {mode!r}: the embedded engine knows 'abort' and 'in_place'")
@@ -156,12 +156,12 @@ class Endpoints:
         return web.json_response({"message": "Generation paused successfully.", "status": "ok"})
 
     async def continue_generation(self, request: web.Request) -> web.Response:
-        """Go on after a pause."""
+        """Resume generation."""
         self._worker.resume()
         return web.json_response({"message": "Generation continued successfully.", "status": "ok"})
 
     async def abort_request(self, request: web.Request) -> web.Response:
-        """End one request by its id, or all."""
+        """Abort one request by its id, or all."""
         body = await read_json(request)
         self._worker.abort(str(body.get("rid", "")), everything=bool(body.get("abort_all", False)))
         return web.Response(status=200)
@@ -214,7 +214,7 @@ def _answer(response: Response, version: str | None, with_logprobs: bool, second
 
 
 def _told_of_prompt(response: Response, told_from: int) -> dict[str, Any]:
-    """Return what SGLang's interface says of a prompt's tokens; of the first of them no more than which it is."""
+    """Return SGLang's prompt log-probability entries; the first token's has no log-probability."""
     if response.prompt_scores is None:
         return {}
     tokens, scores = response.row.input_ids[told_from:], response.prompt_scores

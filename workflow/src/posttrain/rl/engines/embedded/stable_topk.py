@@ -1,11 +1,10 @@
-"""Ties of the indexer's top-k go to the lower position.
+"""Breaks ties of the indexer's top-k in favour of the lower position.
 
-`torch.topk` says nothing about ties, and they are common here: the indexer's scores pass through a ReLU, so
-all keys that no head likes score exactly 0. The trainer gives a tie to the lower position; so must the
-engine, or the two would attend to different keys and disagree on log-probabilities for no reason that
-training could repair.
+`torch.topk` does not define the order of ties, which are common here: the indexer's scores pass through a ReLU, so
+all keys with no positive head score exactly 0. The trainer breaks ties in favour of the lower position. The engine
+must do the same, or both would attend to different keys and disagree on log-probabilities.
 
-The indexer's own code stays transformers': only the `topk` inside its forward becomes a stable sort.
+The indexer itself remains transformers' code: only the `topk` inside its forward becomes a stable sort.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class StableTopK(TorchFunctionMode):
-    """While active, `topk` returns the largest values in descending order, the first of equal ones first."""
+    """While active, `topk` returns the largest values in descending order, with ties in index order."""
 
     def __torch_function__(
         self,
@@ -28,7 +27,7 @@ class StableTopK(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Replace `topk`; run everything else as it is."""
+        """Replace `topk`; pass through everything else."""
         if function in (torch.topk, torch.Tensor.topk):
             return stable_topk(*args, **(kwargs or {}))
         return function(*args, **(kwargs or {}))
@@ -43,8 +42,8 @@ def stable_topk(
         values: [..., T, ...]
         k: How many to keep.
         dim: The axis of T.
-        largest: Take the largest; the smallest otherwise.
-        sorted: The result is in order of value in any case.
+        largest: Take the largest values; otherwise the smallest.
+        sorted: Ignored: the result is always sorted.
 
     Example:
         values (0, 3, 0, 0), k = 2 give indices (1, 0), never (1, 2) or (1, 3).

@@ -1,7 +1,7 @@
-"""Text and messages in, text out: the tokenizer of the checkpoint that is served.
+"""Encodes and decodes text with the served checkpoint's tokenizer.
 
-Only OpenAI's endpoints speak in text. The tokenizer is read when the first of them is asked, so that an engine of a
-training never waits for it, and serves checkpoints that have none.
+Only OpenAI's endpoints use text. The tokenizer is loaded on their first request, so that an engine used for training
+never waits for it and can serve checkpoints without one.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from posttrain.rl.engines.embedded.requests import RequestError
 
 
 class Texts:
-    """Reads and writes text for one checkpoint.
+    """Encodes and decodes text for one checkpoint.
 
     Args:
-        folder: In Hub layout.
+        folder: Checkpoint in Hub layout.
 
-    All methods raise `RequestError` where the checkpoint has no tokenizer, or for messages no chat template.
+    All methods raise `RequestError` if the checkpoint has no tokenizer, or no chat template for messages.
     """
 
     def __init__(self, folder: Path):
         self._folder = folder
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a prompt, with those that the tokenizer puts before a text."""
+        """Return the tokens of a prompt, with the tokenizer's prefix tokens."""
         return list(self._tokenizer.encode(text))
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, more: Mapping[str, Any]
     ) -> list[int]:
-        """Return the tokens of a conversation, up to where the answer begins.
+        """Return the tokens of a conversation with the generation prompt.
 
         Args:
-            messages: As the template takes them.
+            messages: Messages for the chat template.
             tools: JSON schemas of functions.
-            more: Further variables of the template.
+            more: Further variables for the template.
         """
         chat = self._chat
         try:
@@ -51,17 +51,18 @@ class Texts:
             raise RequestError(f"messages: the chat template does not take them: {error}", "messages") from error
 
     def answer(self, tokens: Sequence[int]) -> str:
-        """Return a response's text; end token and other special tokens leave no trace."""
+        """Return a response's text without special tokens."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def spelled(self, tokens: Sequence[int]) -> str:
-        """Return tokens as text, special ones by their names."""
+        """Return tokens as text, including special tokens."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
 
     def stopping_at(self, stops: Sequence[str]) -> Callable[[Sequence[int]], str]:
-        """Return what names the first of `stops` that a response ends with, and "" as long as it has none.
+        """Return a function from a response's tokens to the first of `stops` in it, "" if there is none.
 
-        A stop may be a special token's name. Only as many tokens are read as a stop can span: each has a byte at least.
+        A stop may be a special token's name. It decodes only as many last tokens as a stop can span, as each token has
+        at least one byte.
         """
         longest = max(len(stop.encode()) for stop in stops)
 
@@ -87,6 +88,6 @@ class Texts:
 
 
 def cut_at(text: str, stops: Sequence[str]) -> str:
-    """Return a text up to the first of `stops` in it."""
+    """Return a text up to the first of `stops`."""
     places = [place for stop in stops if (place := text.find(stop)) >= 0]
     return text[: min(places)] if places else text

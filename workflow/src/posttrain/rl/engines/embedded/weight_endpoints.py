@@ -1,9 +1,8 @@
-"""Weight updates over HTTP: begin, buckets of tensors, end; or a folder on disk.
+"""Weight updates over HTTP: begin, buckets of tensors, end; or from a folder on disk.
 
-The words are SGLang's; the promise is stronger. Tensors are collected beside the weights that serve, and
-/end_weight_update puts them in their place as a whole, with the version that the last bucket carried. An
-update that lacks a tensor or had a bad bucket is dropped there, and the old weights go on under their old
-version.
+The API is SGLang's; the guarantee is stronger. Tensors are collected in a spare set, and /end_weight_update
+swaps it in as a whole, with the version of the last bucket. An update that lacks a tensor or had a bad bucket
+is dropped there, and the old weights keep serving under their old version.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ from posttrain.rl.engines.tensor_payload import PayloadError, deserialize_bucket
 
 log = logging.getLogger(__name__)
 
-# Each request brings its cache, and there are no graphs: to give them back only closes the door.
+# There is no persistent cache and no CUDA graph, so releasing them only blocks requests.
 WEIGHTS, TAGS = "weights", ("kv_cache", "weights", "cuda_graph")
 NO_UPDATE_OPEN = "no weight update is open; call /begin_weight_update first"
 UPDATE_OPEN = "a weight update is open already; call /end_weight_update first"
 
 
 class WeightEndpoints:
-    """The endpoints that change, name or hash the weights; one call at a time.
+    """Endpoints that change, rename or hash the weights; one call at a time.
 
     Args:
         loaded: The model.
-        worker: What runs it.
+        worker: Runs the model.
     """
 
     def __init__(self, loaded: LoadedModel, worker: Worker):
@@ -48,7 +47,7 @@ class WeightEndpoints:
         self._one_at_a_time = asyncio.Lock()
 
     def routes(self) -> list[web.RouteDef]:
-        """Return the routes of this part."""
+        """Return the HTTP routes of these endpoints."""
         calls: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
             "/begin_weight_update": self.begin,
             "/update_weights_from_tensor": self.update_from_tensor,
@@ -70,7 +69,7 @@ class WeightEndpoints:
         return {}
 
     def update_from_tensor(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Take one bucket in."""
+        """Receive one bucket."""
         if self._update is None:
             raise WeightError(NO_UPDATE_OPEN)
         payloads = body.get("serialized_named_tensors")
@@ -81,7 +80,7 @@ class WeightEndpoints:
         return {}
 
     def end(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Serve the update, or drop it when it is not whole."""
+        """Serve the update, or drop it if incomplete."""
         if self._update is None:
             raise WeightError(NO_UPDATE_OPEN)
         update, self._update = self._update, None
@@ -102,14 +101,14 @@ class WeightEndpoints:
         return {"num_paused_requests": 0}
 
     def update_version(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Rename the weights that serve."""
+        """Set the version of the serving weights."""
         if not isinstance(body.get("new_version"), str):
             raise RequestError("new_version: text is needed")
         self._weights.version = body["new_version"]
         return {"new_version": self._weights.version}
 
     def check_weights(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Hash every served tensor: whole, or as an order of ours wants it (`posttrain_weights.engine_handlers`)."""
+        """Hash every served tensor, or run one of our weight commands (`posttrain_weights.engine_handlers`)."""
         action = body.get("action", "checksum")
         if isinstance(action, str) and action.startswith("{"):
             with self._worker.weights_may_change():
@@ -125,21 +124,21 @@ class WeightEndpoints:
         }
 
     def _told(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Return the answer to an order as one rank of SGLang gives it."""
+        """Return the answer to a weight command in the form of a single SGLang rank."""
         held = self._weights
         calls: dict[str, Callable[..., str]] = {"parts": held.parts, "digest": held.digest, "digests": held.digests}
         told = calls[order.pop("call")](**order)
         return {"checksums": {"answer": told}, "parallelism_info": [{"tp_rank": 0}]}
 
     def flush_cache(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Wait until no request runs or waits; nothing is kept from one batch to the next."""
+        """Wait until no request runs or waits; there is no prefix cache to flush."""
         seconds = float(body.get("timeout", 0))
         if not self._worker.wait_idle(seconds):
             raise WeightError(f"requests run or wait, also after {seconds:g} s")
         return {}
 
     def release_memory(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Give back the memory of weights, and generate no more until it is taken again, and filled."""
+        """Release the weights' memory; generation is refused until it is resumed and filled."""
         tags = _tags(body)
         if self._update is not None:
             raise WeightError(UPDATE_OPEN)
@@ -151,7 +150,7 @@ class WeightEndpoints:
         return {}
 
     def resume_memory(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Take memory again that was given back."""
+        """Allocate released memory again."""
         tags = _tags(body)
         self._worker.wake_up(tags)
         if WEIGHTS in tags:
@@ -164,7 +163,7 @@ class WeightEndpoints:
         log.info("serving weight version %s (%d tensors of the MTP layer left out)", version, update.num_skipped)
 
     def _handler(self, call: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-        """Return a handler that runs `call` outside the event loop and tells success as SGLang does."""
+        """Return a handler that runs `call` outside the event loop and reports success like SGLang."""
 
         async def handle(request: web.Request) -> web.Response:
             body = {**request.query, **await read_json(request)}
@@ -180,7 +179,7 @@ class WeightEndpoints:
 
 
 def _tags(body: dict[str, Any]) -> set[str]:
-    """Return what a request is about; as in SGLang, without tags everything."""
+    """Return a request's tags; as in SGLang, no tags means all."""
     tags = {*(body.get("tags") or TAGS)}
     if unknown := tags - {*TAGS}:
         raise RequestError(f"tags: {', '.join(TAGS)} are known, not {', '.join(sorted(map(str, unknown)))}")

@@ -1,12 +1,12 @@
 """The weights an engine serves, under their Hub names.
 
-`transformers` keeps the experts of a layer in two fused tensors, the Hub has three matrices per expert. A Hub
-name is therefore a view into a parameter of the model: `views_by_hub_name` is the one table of them, used for
-loading, for updates and for checksums.
+`transformers` keeps a layer's experts in two fused tensors; the Hub has three matrices per expert. A Hub tensor is
+therefore a view into a model parameter. `views_by_hub_name` is the one table of these views, used for loading,
+updates and checksums.
 
-There are two sets of tensors: the one that serves and a spare one of the same shapes. A `WeightUpdate` fills
-the spare set and is refused as a whole when anything is missing, unknown or of another shape;
-`ServedWeights.serve` swaps the two.
+There are two sets of tensors: the serving set and a spare set of the same shapes. A `WeightUpdate` fills the spare
+set and is refused as a whole if any tensor is missing, unknown or of another shape. `ServedWeights.serve` swaps
+the two.
 """
 
 from __future__ import annotations
@@ -35,37 +35,37 @@ class WeightError(ValueError):
 
 
 class ServedWeights:
-    """The weights of a model, and what may take their place.
+    """The serving weights of a model, and the spare set for updates.
 
     Args:
-        model: A `transformers` model; its parameters and persistent buffers are what is served.
+        model: A `transformers` model; its parameters and persistent buffers are served.
         num_hidden_layers: Decoder layers of the model.
-        num_mtp_layers: Layers behind them that a checkpoint may hold and that the engine leaves out.
+        num_mtp_layers: MTP layers after them, which a checkpoint may hold and the engine ignores.
     """
 
     def __init__(self, model: torch.nn.Module, num_hidden_layers: int, num_mtp_layers: int):
         named = model.state_dict(keep_vars=True)
         firsts = {id(tensor): name for name, tensor in reversed(named.items())}
         self._served = {name: tensor for name, tensor in named.items() if firsts[id(tensor)] == name}
-        # An output matrix that is the embedding is served with it; a checkpoint may have written it out.
+        # A tied output matrix is served with the embedding; a checkpoint may still contain it.
         self._copies = named.keys() - self._served.keys()
         self._spare: dict[str, torch.Tensor] | None = None
         self._mtp_layers = range(num_hidden_layers, num_hidden_layers + num_mtp_layers)
-        self._sizes: dict[str, int] = {}  # in bytes, of the set that serves while it is released
+        self._sizes: dict[str, int] = {}  # size in bytes of the released serving set
         self.version: str | None = None
         self.is_whole = True
 
     @property
     def num_bytes(self) -> int:
-        """Size of the set that serves."""
+        """Size of the serving set in bytes."""
         return sum(tensor.nbytes for tensor in self._served.values())
 
     def initial_load(self) -> WeightUpdate:
-        """Return an update that fills the serving set itself, before anything is served."""
+        """Return an update that fills the serving set in place, for the initial load."""
         return WeightUpdate(self._served, self._mtp_layers, self._copies)
 
     def begin_update(self) -> WeightUpdate:
-        """Return an update that fills the spare set, or the serving one where that holds nothing of worth."""
+        """Return an update that fills the spare set, or the serving set if it holds no weights yet."""
         if self._sizes:
             raise WeightError("the weights' memory is released; call /resume_memory_occupation first")
         if not self.is_whole:
@@ -75,10 +75,10 @@ class ServedWeights:
         return WeightUpdate(self._spare, self._mtp_layers, self._copies)
 
     def serve(self, update: WeightUpdate, version: str | None) -> None:
-        """Put a complete update in the place of what serves. Call it while no batch runs.
+        """Serve a complete update. Call it while no batch runs.
 
         Raises:
-            WeightError: When the update is not complete; what serves is untouched.
+            WeightError: The update is incomplete; the serving weights are untouched.
         """
         update.require_complete()
         if update.tensors is self._spare:
@@ -88,7 +88,7 @@ class ServedWeights:
         self.version = version if version is not None else self.version
 
     def release(self) -> None:
-        """Give the memory of both sets back, and forget the weights. Call it while no batch runs."""
+        """Free both sets and their weights. Call it while no batch runs."""
         self._spare, self.is_whole = None, False
         for name, tensor in self._served.items():
             storage = tensor.untyped_storage()
@@ -96,18 +96,18 @@ class ServedWeights:
             storage.resize_(0)
 
     def resume(self) -> None:
-        """Take the memory of the set that serves again; an update has to fill it."""
+        """Allocate the serving set again; an update must fill it."""
         for name, size in self._sizes.items():
             self._served[name].untyped_storage().resize_(size)
             self._served[name].data.zero_()
         self._sizes = {}
 
     def checksums(self) -> dict[str, str]:
-        """Return the checksum of every served tensor, as the engine computes with it, by Hub name."""
+        """Return the checksum of every served tensor, in the engine's compute form, by Hub name."""
         return {name: tensor_checksum(view) for name, view in views_by_hub_name(self._served).items()}
 
     def parts(self, tensors: Sequence[Sequence[Any]]) -> str:
-        """List the sent tensors that are held, each of them whole; see `posttrain_weights.engine_handlers.parts`."""
+        """List the held tensors, each whole; see `posttrain_weights.engine_handlers.parts`."""
         index, views = {name: number for number, (name, _, _) in enumerate(tensors)}, self._views()
         unknown = sorted(views.keys() - index.keys())
         found = [[index[name], *whole_box(view.shape), type_of(view)] for name, view in views.items() if name in index]
@@ -131,12 +131,12 @@ class ServedWeights:
 
 @dataclass
 class WeightUpdate:
-    """A set of tensors on its way in.
+    """A weight update in progress.
 
     Args:
-        tensors: What is filled, by the model's names.
-        mtp_layers: Layer numbers whose tensors are counted and left out.
-        copies: Names of tensors that are the same as others of the model; left out, too.
+        tensors: The tensors to fill, by the model's names.
+        mtp_layers: Numbers of layers whose tensors are counted but ignored.
+        copies: Names of tensors tied to others of the model; also ignored.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -152,11 +152,10 @@ class WeightUpdate:
         self._views = views_by_hub_name(self.tensors)
 
     def add(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take tensors in; a quantised weight and its scales come in the same call.
+        """Receive tensors; a quantised weight and its scales must come in the same call.
 
         Raises:
-            WeightError: When one is unknown, of another shape, or lacks its scales. The update cannot be
-                served then.
+            WeightError: A tensor is unknown, of another shape, or lacks its scales; the update can then not be served.
         """
         bucket = dict(named_tensors)
         try:
@@ -167,7 +166,7 @@ class WeightUpdate:
             raise
 
     def require_complete(self) -> None:
-        """Raise `WeightError` unless every tensor of the model has come."""
+        """Raise `WeightError` unless every tensor of the model has been received."""
         if self._failure:
             raise WeightError(f"the update failed before: {self._failure}")
         missing = sorted(self._views.keys() - self._received)
@@ -199,7 +198,7 @@ class WeightUpdate:
 
 
 def views_by_hub_name(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return every tensor of the model under its Hub name, as a view.
+    """Return a view of every tensor of the model under its Hub name.
 
     Args:
         tensors: By the model's names; `...experts.gate_up_proj` [E, 2F, H] holds gate rows, then up rows, per
@@ -221,7 +220,7 @@ def views_by_hub_name(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Te
 
 
 def _in_full_precision(name: str, bucket: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return a tensor as numbers: a quantised one as code * scale, any other as it is."""
+    """Return a tensor dequantized (code * scale), or unchanged if it is not quantised."""
     tensor = bucket[name]
     if tensor.dtype != torch.float8_e4m3fn:
         return tensor

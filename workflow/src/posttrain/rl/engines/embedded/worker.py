@@ -1,11 +1,10 @@
-"""The thread that runs batches, and the moments at which weights may change.
+"""The thread that runs batches and decides when weights may change.
 
-Requests come from the HTTP server's event loop and wait in one queue. In deterministic mode each request is a
-batch of its own, so that what is computed together depends on the client alone; otherwise all requests that
-wait when a batch ends are merged, up to `max_batch_rows`.
+Requests come from the HTTP server's event loop and wait in one queue. In deterministic mode each request is its
+own batch, so that the batch composition depends only on the client. Otherwise all requests that wait when a batch
+ends are merged, up to `max_batch_rows`.
 
-Weights change only when no batch runs, or while generation is paused, when the batch stands between two
-tokens.
+Weights change only while no batch runs, or while generation is paused between two tokens.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ class Work:
     """The rows of one request.
 
     Args:
-        rows: What to generate.
+        rows: The rows to generate.
         on_step: Called in the worker's thread after every token with the request's responses.
-        weight_version: Of the weights that computed the last token; set before `done`.
+        weight_version: Version of the weights that computed the last token; set before `done`.
         done: The responses, or the error that ended the batch.
     """
 
@@ -47,7 +46,7 @@ class Work:
 
 @dataclass
 class Counters:
-    """What the worker has done since it started."""
+    """The worker's counters since its start."""
 
     num_batches: int = 0
     num_responses: int = 0
@@ -60,10 +59,10 @@ class Worker:
 
     Args:
         model: A `transformers` causal language model.
-        weight_version: Returns the version of the weights that serve.
-        merge_requests: Put waiting requests into one batch; off, every request is its own batch.
+        weight_version: Returns the version of the serving weights.
+        merge_requests: Merge waiting requests into one batch; False: every request is its own batch.
         max_batch_rows: Rows of a merged batch; a single request may be larger.
-        has_weights: Tells whether there are any.
+        has_weights: Whether weights are loaded.
     """
 
     def __init__(
@@ -84,12 +83,12 @@ class Worker:
         self._asleep: set[str] = set()
         self._abort_ids: set[str] = set()
         self.counters = Counters()
-        # A daemon: a batch in the middle of a token must not keep a process alive that was told to end.
+        # A daemon thread: a running batch must not keep an ending process alive.
         self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
 
     @property
     def is_alive(self) -> bool:
-        """True while the thread runs."""
+        """Whether the thread runs."""
         return self._thread.is_alive()
 
     def start(self) -> None:
@@ -97,7 +96,7 @@ class Worker:
         self._thread.start()
 
     def stop(self, timeout_seconds: float) -> None:
-        """End the running batch after its current token and the thread after it."""
+        """End the running batch after its current token, then the thread."""
         with self._changed:
             self._stopping, self._paused = True, False
             self._abort_everything()
@@ -108,7 +107,7 @@ class Worker:
         """Queue a request; its future holds the responses.
 
         Raises:
-            RequestError: The engine sleeps, or has slept and has no weights yet.
+            RequestError: The engine is asleep, or awake without weights.
         """
         with self._changed:
             if self._asleep or not self._has_weights():
@@ -118,15 +117,15 @@ class Worker:
         return work.done
 
     def wait_idle(self, timeout_seconds: float) -> bool:
-        """Wait until no request runs or waits; returns whether that was reached."""
+        """Wait until no request runs or waits; returns False on timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: self._is_idle, timeout_seconds)
 
     def fall_asleep(self, parts: set[str]) -> None:
-        """Take no more requests.
+        """Accept no more requests.
 
         Raises:
-            RequestError: There are some, or a part sleeps already.
+            RequestError: Requests are pending, or a part is already asleep.
         """
         with self._changed:
             if not self._is_idle:
@@ -136,10 +135,10 @@ class Worker:
             self._asleep |= parts
 
     def wake_up(self, parts: set[str]) -> None:
-        """Take requests again, once no part sleeps.
+        """Accept requests again once no part is asleep.
 
         Raises:
-            RequestError: A part is awake.
+            RequestError: A part is already awake.
         """
         with self._changed:
             if awake := parts - self._asleep:
@@ -151,7 +150,7 @@ class Worker:
         return not self._running and not self._queue
 
     def pause(self, abort: bool) -> None:
-        """Hold generation at the next token; `abort` also ends every request with what it has."""
+        """Pause generation at the next token; `abort` also ends every request with its tokens so far."""
         with self._changed:
             self._paused = True
             if abort:
@@ -159,13 +158,13 @@ class Worker:
                 self._changed.notify_all()
 
     def resume(self) -> None:
-        """Go on with the held batch and the queue."""
+        """Resume the paused batch and the queue."""
         with self._changed:
             self._paused = False
             self._changed.notify_all()
 
     def abort(self, request_id: str, everything: bool) -> None:
-        """End a request, or all, with what it has so far."""
+        """End a request, or all, with the tokens so far."""
         with self._changed:
             if everything:
                 self._abort_everything()
@@ -175,7 +174,7 @@ class Worker:
 
     @contextmanager
     def weights_may_change(self) -> Iterator[None]:
-        """Wait until no batch computes, and keep it so for the length of the block; goes before the queue."""
+        """Wait until no batch computes, and keep it so during the block; has priority over queued requests."""
         with self._changed:
             self._num_changes_waiting += 1
             try:
@@ -200,7 +199,7 @@ class Worker:
             try:
                 answers = self._run_batch(works)
             except (RuntimeError, ArithmeticError, ValueError, MemoryError) as raised:
-                # It belongs to the requests of this batch; the next one may be fine.
+                # The error concerns only this batch's requests; the next batch may succeed.
                 log.exception("a batch of %d requests failed", len(works))
                 error = raised
             finally:
@@ -208,7 +207,7 @@ class Worker:
                 self._batch_ended(works, answers, error)
 
     def _next_batch(self) -> list[Work]:
-        """Wait for requests and return those of the next batch; empty when the worker stops."""
+        """Wait for requests and return those of the next batch; empty if the worker stops."""
         with self._changed:
             self._changed.wait_for(lambda: self._stopping or self._may_start())
             if self._stopping:
@@ -243,7 +242,7 @@ class Worker:
         return [(work, list(share)) for work, share in _shares(works, responses)]
 
     def _after_step(self, works: Sequence[Work], responses: list[Response]) -> None:
-        """Between two tokens: tell streams, stand still while paused, end what was aborted."""
+        """Between two tokens: update streams, wait while paused, end aborted requests."""
         for work, share in _shares(works, responses):
             if work.on_step:
                 work.on_step(share)
@@ -260,7 +259,8 @@ class Worker:
     def _batch_ended(
         self, works: Sequence[Work], answers: Sequence[tuple[Work, list[Response]]], error: Exception
     ) -> None:
-        """Let weights change, and then answer, what has no answer with the error: who is answered finds it idle."""
+        """Mark the worker idle, then answer the requests (with the error if there are no results), in this order, so
+        that a client that has its answer finds the worker idle."""
         with self._changed:
             self._running = self._abort_all = False
             self._abort_ids -= {row.request_id for work in works for row in work.rows}

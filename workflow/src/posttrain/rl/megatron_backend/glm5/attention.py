@@ -1,12 +1,12 @@
 """GLM-5's attention for Megatron Core: MLA with DSA, on packed sequences.
 
-Megatron's `MLASelfAttention` builds the projections and computes query, key, value and the normalised query latent. Two
-things are ours: the core attention (selected keys, packed rows), and that the indexer is fed with the latent *after*
-its norm, as in the model that was pre-trained. On GPUs long rows are attended to in the latent's space, by a kernel of
-Megatron's that reads the chosen keys alone (`latent_space`).
+Megatron's `MLASelfAttention` builds the projections and computes query, key, value and the normalised query latent. We
+replace the core attention (selected keys, packed rows), and feed the indexer the latent *after* its norm, as in the
+pre-trained model. On GPUs, long rows attend in latent space, with a Megatron kernel that reads only the selected keys
+(`latent_space`).
 
-Context parallelism gathers the keys and values of one layer. A ring would not, but its merge of partial softmaxes
-rounds differently for each number of ranks.
+Context parallelism gathers the keys and values of one layer. A ring would avoid that, but it merges partial softmaxes
+and so rounds differently for each number of ranks.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from posttrain.rl.megatron_backend.sparse_kernels import load_kernel
 
 
 class SparseCoreAttention(MegatronModule):
-    """Attention over the keys that the indexer keeps, each sequence of the packed row for itself.
+    """Attention over the keys that the indexer selects, separately for each sequence of the packed row.
 
     Args:
         config: Megatron's configuration.
         softmax_scale: Factor on the dot products.
-        layer_number: From 1; a layer without an indexer keeps the keys that one before it has chosen.
+        layer_number: From 1; a layer without an indexer reuses the keys that an earlier layer selected.
     """
 
     def __init__(self, config: MLATransformerConfig, softmax_scale: float, layer_number: int, **_: Any):
@@ -59,7 +59,7 @@ class SparseCoreAttention(MegatronModule):
         """Attend.
 
         Args:
-            query: [T, N, D_qk], N heads of this rank; of its own tokens, where ranks share a row.
+            query: [T, N, D_qk], N heads of this rank; only its own tokens under context parallelism.
             key: [T, N, D_qk].
             value: [T, N, D_v].
             x: [T or T / TP, 1, H] input of the attention, split under sequence parallelism.
@@ -78,7 +78,7 @@ class SparseCoreAttention(MegatronModule):
         return sequences.queries.join(outputs).flatten(1)
 
     def serves_latents(self, sequences: PackedSequences) -> bool:
-        """Return whether a row is attended to in the latent's space: not where each query sees all keys before it."""
+        """Return whether a row uses latent space; it does not if every query sees all keys before it."""
         return self.kernel is not None and sequences.max_seqlen_q > self.config.dsa_indexer_topk
 
     def attend_to_latents(
@@ -90,10 +90,10 @@ class SparseCoreAttention(MegatronModule):
         sequences: PackedSequences,
         frequencies: torch.Tensor,
     ) -> torch.Tensor:
-        """Attend to the chosen latents; arguments as in `forward`, but query [T, N, R + rope] and key [T, R + rope].
+        """Attend to the selected latents; arguments as in `forward`, but query [T, N, R + rope] and key [T, R + rope].
 
         Returns:
-            [T, N, R] of R = kv_lora_rank.
+            [T, N, R] with R = kv_lora_rank.
         """
         assert self.kernel is not None, "asked only where there is one"
         selectors = self._selectors(x, q_latent, sequences, frequencies)
@@ -138,9 +138,9 @@ class Glm5SelfAttention(LatentAttention):
 
         Args:
             hidden_states: [T or T / TP, 1, H].
-            attention_mask: Has to be None: causality inside each sequence is implied.
+            attention_mask: Must be None: causality inside each sequence is implied.
             packed_seq_params: How the row is packed.
-            unused: What Megatron's layer passes to every attention; has to be None.
+            unused: Other arguments that Megatron's layer passes; must be None.
 
         Returns:
             [T or T / TP, 1, H], and the bias (None).
@@ -162,7 +162,7 @@ class Glm5SelfAttention(LatentAttention):
         return self.linear_proj(context.unsqueeze(1))
 
     def _frequencies(self, length: int) -> torch.Tensor:
-        """Return the rotary angles [length, rope / 2] by position, those of YaRN where it scales them."""
+        """Return the rotary angles [length, rope / 2] by position, scaled by YaRN if configured."""
         if not isinstance(self.rotary_pos_emb, YarnRotaryEmbedding):
             return self.rotary_pos_emb.get_freqs_non_repeated(length)
         angles, _ = self.rotary_pos_emb.get_emb(length)

@@ -1,7 +1,7 @@
 """The DSA indexer as a Megatron module: it decides which keys each query attends to.
 
-Its parameters are replicated over tensor-parallel ranks and frozen: only the choice of keys reaches the loss, so there
-is no gradient, and weight decay must not shrink what nothing trains.
+Its parameters are replicated over tensor-parallel ranks and frozen: only the selection of keys reaches the loss, so
+there is no gradient, and weight decay must not shrink untrained parameters.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from posttrain.rl.megatron_backend.packed import PackedSequences
 
 
 class Indexer(MegatronModule):
-    """Scores keys with small heads of its own and keeps the best `dsa_indexer_topk`.
+    """Scores keys with its own small heads and keeps the best `dsa_indexer_topk`.
 
     Args:
         config: Megatron's configuration with the `dsa_indexer_*` fields set.
@@ -44,7 +44,7 @@ class Indexer(MegatronModule):
     def make_selectors(
         self, x: torch.Tensor, q_latent: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sequences: PackedSequences
     ) -> list[Selector]:
-        """Project once, and return for each block the function that selects keys for a chunk of queries.
+        """Project once, and return for each block a function that selects keys for a chunk of queries.
 
         Args:
             x: [T, H] normalised input of the attention.
@@ -56,7 +56,7 @@ class Indexer(MegatronModule):
         """
         queries = self._rotate(self.linear_wq_b(q_latent).unflatten(-1, (self.num_heads, self.head_dim)), cos, sin)
         keys = self._rotate(self.k_norm(self.linear_wk(x)).unsqueeze(1), cos, sin).squeeze(1)
-        # The head weights decide between close scores: they are computed in fp32, as the reference does.
+        # Compute the head weights in fp32, as the reference does, because they decide between close scores.
         weights = F.linear(x.float(), self.linear_weights_proj.weight.float()) * self.num_heads**-0.5
         by_block = sequences.queries.split(queries), sequences.gather_keys(keys), sequences.queries.split(weights)
         return [partial(self._select, *block) for block in zip(*by_block, strict=True)]
@@ -72,7 +72,7 @@ class Indexer(MegatronModule):
         return select_topk(scores, visible, self.topk)
 
     def _rotate(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Apply rotary position to the first part of each head [T, n, head_dim]: in pairs (GLM-5) or in halves."""
+        """Apply rotary embedding to the first part of each head [T, n, head_dim]: interleaved (GLM-5) or in halves."""
         width = 2 * cos.shape[-1]
         rotary, plain = heads[..., :width], heads[..., width:]
         pairs = (rotary[..., 0::2], rotary[..., 1::2]) if self.is_interleaved else rotary.chunk(2, dim=-1)
@@ -81,7 +81,7 @@ class Indexer(MegatronModule):
 
 
 def gather_sequence(t: torch.Tensor, config: MLATransformerConfig) -> torch.Tensor:
-    """Return all tokens of a tensor that sequence parallelism may have split; no gradient flows through it."""
+    """Gather all tokens of a tensor that sequence parallelism may have split; without gradient."""
     if config.sequence_parallel:
         return gather_from_sequence_parallel_region(t.detach(), tensor_parallel_output_grad=False)
     return t.detach()

@@ -1,8 +1,8 @@
-"""Attention in the space of MLA's latent: all heads read one key, and only the chosen ones, by their place in the row.
+"""Attention in MLA's latent space: all heads share one key per token, and read only the selected positions of the row.
 
-A head's scores are q (W_k c) = (q W_k) c: with W_k applied to the query instead of the key, the latent c, followed by
-the rotary part, is the key of all heads and the value, too; W_v is applied to the result. Nothing of [T, N, D] is made
-of keys and values (DeepSeek-V2, arXiv:2405.04434, section 2.1.2).
+A head's scores are q (W_k c) = (q W_k) c. With W_k absorbed into the query, the latent c with the rotary part appended
+is the key of all heads, and c is their value; W_v is applied to the result. So no keys or values of [T, N, D] exist
+(DeepSeek-V2, arXiv:2405.04434, section 2.1.2).
 
 Shapes: T tokens of the row, N heads of this rank, R kv_lora_rank, K index_topk, B sequences of a block of C queries.
 """
@@ -31,7 +31,7 @@ def latent_query_and_key(
     """Return the queries [T, N, R + rope], the keys [T, R + rope] and the query latent [T or T / TP, q_lora_rank].
 
     Args:
-        layer: With Megatron's projections.
+        layer: Layer with Megatron's projections.
         hidden_states: [T or T / TP, 1, H], split under sequence parallelism.
         sequences: How the row is packed.
     """
@@ -40,7 +40,7 @@ def latent_query_and_key(
     kv_latent, rotary_key = combined.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
     q_latent = layer.q_layernorm(q_latent)
     key = torch.cat([layer.kv_layernorm(kv_latent), rotary_key], dim=-1)
-    # Each rank knows the gradient by its own heads alone: it is summed on the way back.
+    # Each rank has only its own heads' gradient, so the backward pass sums it over ranks.
     enter = gather_from_sequence_parallel_region if config.sequence_parallel else copy_to_tensor_model_parallel_region
     kv_latent, rotary_key = enter(key).split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
     heads = layer.linear_q_up_proj(q_latent)[0].unflatten(-1, (-1, layer.q_head_dim))
@@ -79,16 +79,16 @@ def _rotate(layer: MLASelfAttention, sequences: PackedSequences, *parts: torch.T
 def kept_places(
     selectors: Sequence[Selector | None], sequences: PackedSequences, topk: int, chunk_tokens: int
 ) -> torch.Tensor:
-    """Return where in the row the keys lie that each query attends to.
+    """Return the row positions of the keys that each query attends to.
 
     Args:
-        selectors: One for each block of queries; None where all keys are kept.
+        selectors: One for each block of queries; None if all keys are kept.
         sequences: How the row is packed.
         topk: K.
-        chunk_tokens: Most queries of a sequence for which a mask of all keys exists at a time.
+        chunk_tokens: Maximum queries of a sequence for which a mask over all keys exists at a time.
 
     Returns:
-        [T, K] int32, rising; behind the last key -1.
+        [T, K] int32, ascending; padded with -1.
     """
     blocks = zip(selectors, sequences.key_places(), sequences.queries.blocks, strict=True)
     parts = [places_of_block(select, places, size[1], topk, chunk_tokens) for select, places, size in blocks]
@@ -98,7 +98,7 @@ def kept_places(
 def places_of_block(
     select: Selector | None, places: torch.Tensor, num_queries: int, topk: int, chunk: int
 ) -> torch.Tensor:
-    """Return [B, C, K] of the last queries of sequences whose keys lie at `places` [B, S]; see `kept_places`."""
+    """Return key positions [B, C, K] for the last queries of sequences with keys at `places` [B, S]."""
     longest, parts = places.shape[1], []
     for first in range(longest - num_queries, longest, chunk):
         end = min(first + chunk, longest)
@@ -111,21 +111,21 @@ def places_of_block(
 
 
 def places_of_mask(keep: torch.Tensor, places: torch.Tensor, topk: int) -> torch.Tensor:
-    """Return the places of kept keys, first to last.
+    """Return the positions of kept keys in ascending order.
 
     Args:
-        keep: [B or 1, C, S] bool, at most `topk` of S.
+        keep: [B or 1, C, S] bool, at most `topk` true per query.
         places: [B, S] int64.
         topk: K.
 
     Returns:
-        [B, C, K] int32; behind the last key -1.
+        [B, C, K] int32, padded with -1.
 
     Example:
-        Keys 0 and 2 are kept of three that lie at 5, 6 and 7, topk 3: (5, 7, -1).
+        Three keys at 5, 6 and 7, of which 0 and 2 are kept, topk 3: (5, 7, -1).
     """
     keep = keep.expand(len(places), -1, -1)
-    # What is not kept is written to a column that is dropped.
+    # Keys that are not kept go to an extra column that is dropped.
     column = (keep.cumsum(-1) - 1).masked_fill_(~keep, topk)
     found = places.new_full((*keep.shape[:2], topk + 1), -1, dtype=torch.int32)
     return found.scatter_(-1, column, places[:, None].expand(keep.shape).int())[..., :topk]

@@ -1,4 +1,4 @@
-"""Linear maps whose weight every tensor-parallel rank holds as a whole, and weights that are used without a call."""
+"""Linear layers replicated over tensor-parallel ranks, and access to weights outside a module's forward."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def await_weight(module: torch.nn.Module) -> None:
-    """Wait until a module's weight has its new values, as a call of it would: its hooks do that."""
+    """Run a module's forward hooks, which wait until its weight has been all-gathered."""
     for hook in module._forward_pre_hooks.values():
         hook(module, ())
 
@@ -17,9 +17,8 @@ class ReplicatedLinear(torch.nn.Module):
     """x W^T on this rank's part of the sequence.
 
     For MLA's small down-projections. Megatron's local spec splits them over tensor-parallel ranks and gathers the
-    result, and the backward pass of that gather keeps each rank's own gradient of the shared rotary key, which only
-    knows the rank's own heads. Replicated, the gradient is summed where it has to be: over the ranks' parts of the
-    sequence.
+    result. The backward pass of that gather keeps each rank's own gradient of the shared rotary key, which covers only
+    that rank's heads. With replicated weights, the gradient is correctly summed over the ranks' parts of the sequence.
 
     Args:
         config: Megatron's configuration.
@@ -33,12 +32,12 @@ class ReplicatedLinear(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Return the output and, as Megatron's linear layers do, a bias; here none."""
+        """Return the output and a bias (None), like Megatron's linear layers."""
         return F.linear(x, self.weight), None
 
 
 class FrozenLinear(torch.nn.Module):
-    """x W^T with a weight that is loaded and never trained.
+    """x W^T with a weight that is never trained.
 
     Args:
         in_features: Width of the input.

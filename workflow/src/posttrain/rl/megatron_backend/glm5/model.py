@@ -1,7 +1,7 @@
-"""The trained model: Megatron's GPTModel that answers with log-probabilities instead of logits.
+"""The trained model: Megatron's GPTModel with log-probabilities as output instead of logits.
 
-Logits of [T, V] are the largest activation of a step (32,768 tokens x 154,880 words in FP32 are 18.9 GiB). They are
-made for `log_probs_chunk_size` tokens at a time, of tokens that are asked for alone, and recomputed in the backward
+Logits [T, V] are the largest activation of a step (32,768 tokens x 154,880 words in FP32 are 18.9 GiB). They are
+computed for `log_probs_chunk_size` tokens at a time, only for tokens in the loss mask, and recomputed in the backward
 pass.
 """
 
@@ -19,16 +19,16 @@ from posttrain.rl.megatron_backend.glm5.linear import await_weight
 
 
 class LogprobModel(GPTModel):
-    """GPTModel whose last stage returns [2, T] fp32: log-probability of each label, and entropy at its place.
+    """GPTModel whose last stage returns [2, T] fp32: each label's log-probability, and the entropy at its position.
 
-    Only the first has a gradient. Where a `loss_mask` [1, T] is given, both are 0 where it is. Without labels the last
-    stage returns logits. Context-parallel ranks each read their own tokens of a row, and all answer for the whole of
-    it: an objective may join tokens of a sequence.
+    Only the log-probability has a gradient. Both are 0 where `loss_mask` [1, T], if given, is 0. Without labels the
+    last stage returns logits. Context-parallel ranks each read their own tokens of a row, but all return the whole row,
+    because an objective may combine tokens of a sequence.
 
     Args:
         log_probs_chunk_size: Tokens whose logits exist at a time.
-        temperature: Logits are divided by it, as at sampling.
-        num_words: Rows of the output matrix that stand for a word; None: all. Those behind get no gradient.
+        temperature: Divides the logits, as in sampling.
+        num_words: Rows of the output matrix that are real words; None: all. Padding rows after them get no gradient.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class LogprobModel(GPTModel):
         return VocabularyShard(first, min(max(self.num_words - first, 0), num_rows), group)
 
     def _enter_vocab_parallel(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Give every tensor-parallel rank all tokens; in the backward pass their gradients are added up."""
+        """Gather all tokens on every tensor-parallel rank; the backward pass sums their gradients."""
         if self.config.sequence_parallel:
             return gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True)
         return copy_to_tensor_model_parallel_region(hidden_states)

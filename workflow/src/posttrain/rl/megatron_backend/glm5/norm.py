@@ -1,4 +1,4 @@
-"""RMSNorm that works under sequence parallelism, where Transformer Engine's is not there."""
+"""RMSNorm that works under sequence parallelism without Transformer Engine."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class RMSNorm(torch.nn.Module):
     """Root-mean-square norm over the last dimension.
 
-    Megatron's torch norm refuses sequence parallelism, although all it takes is the mark on the weight: its gradient
-    then comes from one shard of the sequence and Megatron adds the shards up.
+    Megatron's torch norm refuses sequence parallelism, although it only needs the weight marked: its gradient then
+    comes from one shard of the sequence, and Megatron sums the shards.
 
     Args:
         config: Megatron's configuration.
@@ -28,5 +28,5 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise `x` [..., hidden_size]; the statistics are taken in FP32."""
+        """Normalise `x` [..., hidden_size]; statistics are computed in FP32."""
         return F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps).to(x.dtype) * self.weight

@@ -4,15 +4,15 @@ For query s and key t <= s, with H_i indexer heads of width D:
 
     score(s, t) = sum_h  w(s, h) * relu(q(s, h) . k(t) / sqrt(D)),     w = weights_proj(x) / sqrt(H_i)
 
-The K keys with the highest scores are kept, and the attention's softmax runs over them alone. With K >= s + 1 all keys
-are kept and the result is dense causal attention. relu makes scores of exactly zero common, so ties are decided here:
-the lower position wins.
+The K keys with the highest scores are kept, and the attention softmax runs only over them. With K >= s + 1 all keys are
+kept and the result is dense causal attention. relu makes scores of exactly zero common, so ties need a rule: the lower
+position wins.
 
 Source: DeepSeek-V3.2 technical report (arXiv 2512.02556), section 2.1, equations 1 and 2; GLM-5 differs in the rotary
 layout of the indexer (interleaved, rotary part first). The Hadamard rotation of DeepSeek's kernels is left out: it is
-orthogonal and cancels in q . k. In GLM-5.2 a layer without an indexer takes over the choice of one before it.
+orthogonal and cancels in q . k. In GLM-5.2 a layer without an indexer reuses an earlier layer's selection.
 
-Shapes: B sequences, S longest sequence, C queries of a chunk, N attention heads, K kept keys.
+Shapes: B sequences, S longest sequence, C queries per chunk, N attention heads, K kept keys.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-# Scores of a chunk in FP32 that lie in a core's cache, with as many again of each of some indexer heads.
+# FP32 scores of a chunk that fit into a core's cache, along with as many for each of some indexer heads.
 CACHED_SCORES = 2**18
 
 # Positions of (first query, last query + 1) -> kept keys [B or 1, C, last query + 1] bool
@@ -32,11 +32,11 @@ Selector = Callable[[int, int], torch.Tensor]
 
 
 class KeptKeys:
-    """A choice that later layers take over: made once, then held as one bit per pair of a query and a key it may see.
+    """A key selection that later layers reuse: computed once, then stored as one bit per visible (query, key) pair.
 
     Args:
-        select: Makes the choice; None when it is made.
-        bits: (first query, behind the last) -> `pack_bits` of their keys.
+        select: Computes the selection; None once it is complete.
+        bits: (first query, last query + 1) -> `pack_bits` of their keys.
     """
 
     def __init__(self, select: Selector):
@@ -53,7 +53,7 @@ class KeptKeys:
         return unpack_bits(self.bits[first, end], end)
 
     def close(self) -> None:
-        """Let go of what the choice is made from, queries and keys of the row: all of it is made."""
+        """Release the selector, which holds the row's queries and keys, because the selection is complete."""
         self.select = None
 
 
@@ -64,7 +64,7 @@ def pack_bits(mask: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_bits(octets: torch.Tensor, size: int) -> torch.Tensor:
-    """Return [..., size] bool of `pack_bits`."""
+    """Return the [..., size] bool mask that `pack_bits` packed."""
     return (octets.unsqueeze(-1) & _places(octets.device)).bool().flatten(-2)[..., :size]
 
 
@@ -96,7 +96,7 @@ def select_topk(scores: torch.Tensor, visible: torch.Tensor, topk: int) -> torch
         topk: Number of keys to keep.
 
     Returns:
-        [..., S] bool: all visible keys where there are at most `topk`, otherwise exactly `topk`.
+        [..., S] bool: all visible keys if there are at most `topk`, otherwise exactly `topk`.
 
     Example:
         Scores (0.5, 0, 0, 0.1), all visible, topk 3: keys 0, 1 and 3 are kept; 1 wins its tie with 2.
@@ -120,21 +120,21 @@ def causal_mask(first_query: int, num_queries: int, num_keys: int, device: torch
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keep: torch.Tensor | None, scale: float | None
 ) -> torch.Tensor:
-    """Attend to the kept keys by torch's fused attention, which never holds a score longer than it needs it.
+    """Attend to the kept keys with torch's fused attention, which does not store the score matrix.
 
     Args:
         query: [B, C, N, D_qk].
-        key: [B, S, G, D_qk], where G divides N and each head of keys serves N / G of queries.
+        key: [B, S, G, D_qk], where G divides N and each key head serves N / G query heads.
         value: [B, S, G, D_v].
-        keep: [B or 1, C, S] bool, at least one key per query; None: the last query sees all keys, the one before it
-            all but the last, and so on.
-        scale: Factor on the dot products; None: one over the root of D_qk.
+        keep: [B or 1, C, S] bool, at least one key per query; None: causal, so that the last query sees all keys, the
+            one before it all but the last, and so on.
+        scale: Factor on the dot products; None: 1 / sqrt(D_qk).
 
     Returns:
         [B, C, N, D_v] in the dtype of `value`; the softmax runs in fp32.
     """
     width = value.shape[-1]
-    # The kernel for CPUs wants values as wide as keys.
+    # The CPU kernel requires values as wide as keys.
     value = F.pad(value, (0, key.shape[-1] - width)) if key.shape[-1] > width else value
     query, key, value = (t.transpose(1, 2) for t in (query, key, value))
     fused = partial(F.scaled_dot_product_attention, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
@@ -153,10 +153,10 @@ def attend(
 
 
 def _reversed_causal_bias(query: torch.Tensor, num_keys: int) -> torch.Tensor:
-    """Return the bias [1, 1, C, S] for the last queries [B, N, C, D] in reversed order, which is C + S numbers.
+    """Return the bias [1, 1, C, S] for the last queries [B, N, C, D] in reversed order, stored as C + S numbers.
 
-    Each query then sees one key less than the one before it: the rows are one row, looked at from place to place.
-    torch would hold the whole of it (`causal_lower_right`) where its kernels are not those of a GPU.
+    In reversed order each query sees one key fewer than the previous one, so all rows are shifted views of one row.
+    torch's `causal_lower_right` would materialise the whole bias on a CPU.
     """
     row = query.new_zeros(num_keys + query.shape[2] - 1)
     row[num_keys:] = float("-inf")
@@ -172,16 +172,16 @@ def attend_in_chunks(
     scale: float,
     chunk_tokens: int,
 ) -> torch.Tensor:
-    """Run attention for some queries of each sequence at a time, so that masks of [C, S] exist instead of [S, S].
+    """Run attention for a chunk of queries of each sequence at a time, so that masks are [C, S] instead of [S, S].
 
     Args:
         query: [B, Q, N, D_qk], the last Q queries.
         key: [B, S, N, D_qk].
         value: [B, S, N, D_v].
-        select: Tells which keys each query of a chunk attends to; None: all before it.
-        num_dense: The first positions, of which each attends to all keys before it whatever their scores.
+        select: Selects the keys that each query of a chunk attends to; None: all before it.
+        num_dense: Number of first positions that attend to all keys before them, whatever the scores.
         scale: Factor on the dot products.
-        chunk_tokens: Most queries of a chunk, of each sequence.
+        chunk_tokens: Maximum queries per chunk and sequence.
 
     Returns:
         [B, Q, N, D_v].
@@ -190,7 +190,7 @@ def attend_in_chunks(
     if select is None or num_dense >= longest:
         return attend(query, key, value, None, scale)
     step = queries_at_a_time(longest, chunk_tokens, query.device)
-    # A few are not worth a call of their own.
+    # A short remainder is not worth a separate call.
     first = num_dense if num_dense - before >= step else before
     parts = []
     if first > before:
@@ -203,5 +203,5 @@ def attend_in_chunks(
 
 
 def queries_at_a_time(longest: int, chunk_tokens: int, device: torch.device) -> int:
-    """Return the queries of a chunk: on a CPU no more than its caches hold the scores of, which saves page faults."""
+    """Return the chunk size in queries; on a CPU its scores must fit into the caches, which saves page faults."""
     return min(chunk_tokens, max(1, CACHED_SCORES // longest)) if device.type == "cpu" else chunk_tokens
