@@ -137,6 +137,7 @@ def faults() -> Callable[..., list[dict[str, Any]]]:
 WHOLE_PROOF = pytest.mark.faults("rehearsal")
 
 
+# Over ten seconds: SGLang is imported on devices that are said to be there, as in the next test.
 @pytest.mark.sglang
 @pytest.mark.parametrize("model", [pytest.param("qwen3_4b", marks=WHOLE_PROOF), "glm5_4layer"])
 def test_sglang_takes_every_tensor_once(resolved: Resolve, faults: Any, model: str) -> None:

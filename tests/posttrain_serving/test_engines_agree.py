@@ -139,6 +139,7 @@ CASES += [case(kind, "fp8", "embedded") for kind in ARCHITECTURES]
 CASES += [case(kind, "fp8", "vllm") for kind in ("qwen3", "deepseek_v3")]
 
 
+# Over ten seconds: SGLang takes them to start, and each checkpoint learns what it says before it is served.
 @pytest.mark.parametrize(("learned", "engine"), CASES, indirect=["learned"])
 def test_an_engine_says_what_transformers_says(learned: Learned, engine: str, tmp_path: Path) -> None:
     with ENGINES[engine](learned, tmp_path) as (url, name):

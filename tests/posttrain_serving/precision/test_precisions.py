@@ -60,6 +60,7 @@ def check(folder: Path, found: Likeliest, nats: float) -> None:
     torch.testing.assert_close(found.logprobs, expected.topk(NUM_LIKELIEST).values, atol=nats, rtol=0)
 
 
+# Over ten seconds: two engines import torch and transformers.
 def test_two_embedded_engines_tell_what_a_forward_pass_gives(folder: Path, tmp_path: Path) -> None:
     check(folder, said_by(folder, tmp_path, "engine.num_engines=2"), 1e-4)
 

@@ -45,6 +45,7 @@ def engines_below(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return [child for child in below if "posttrain.rl.engines.embedded" in child.cmdline()]
 
 
+# Ten seconds: a real engine, and a command that imports its client.
 def test_a_command_is_told_where_engines_are_and_its_exit_code_is_the_end(tmp_path: Path) -> None:
     process = start(tmp_path, ASKS)
     output, _ = process.communicate(timeout=120)

@@ -138,6 +138,7 @@ def test_a_preflight_by_itself_needs_no_weights(tmp_path: Path) -> None:
     assert not paths.train.exists()
 
 
+# Over ten seconds: a node that does not start is waited for, longer than a busy machine takes for one that does.
 def test_a_preflight_by_itself_finds_what_is_wrong_with_each_node(tmp_path: Path) -> None:
     (tmp_path / "local").mkdir()
     (tmp_path / "local" / "b").touch()  # where the folder of its copies should be
@@ -176,6 +177,7 @@ def prefill_apart(monkeypatch: pytest.MonkeyPatch) -> Config:
     return config
 
 
+# Ten seconds: every node imports what carries caches, in SGLang's environment.
 def test_kv_caches_travel_between_all_nodes(prefill_apart: Config, tmp_path: Path) -> None:
     addresses = {"a": LOOPBACK, "b": LOOPBACK}
     inspection.inspect(ask_here(tmp_path, *addresses), prefill_apart, addresses, tmp_path)

@@ -30,6 +30,7 @@ async def until(condition: Callable[[], object], seconds: float = 60) -> None:
             await asyncio.sleep(0.05)
 
 
+# Over ten seconds: real engines start three times.
 def test_an_engine_that_does_not_answer_is_left_out_and_gets_requests_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
