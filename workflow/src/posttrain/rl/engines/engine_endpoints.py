@@ -1,4 +1,4 @@
-"""The engines of a step: those of the surrounding job, external ones by address, or its own on this machine."""
+"""Finds the engines of a step: the surrounding job's, external ones by address, or its own on this machine."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from posttrain.rl.engines.secret import ENGINES_VARIABLE, take_secret
 
 @dataclass(frozen=True)
 class EngineEndpoints:
-    """Engines that may be asked, as soon as they are ready.
+    """Engines that may be used once they are ready.
 
     Args:
-        urls: Where they answer.
-        secret: What they want to be shown.
-        check_alive: Raises where one is known to have ended.
-        to_load: What engines of somebody else have to serve; None: they were started with it.
+        urls: Engine URLs.
+        secret: Their shared secret.
+        check_alive: Raises if an engine is known to have ended.
+        to_load: Checkpoint that external engines must serve; None: they were started with it.
     """
 
     urls: Sequence[str]
@@ -37,16 +37,16 @@ class EngineEndpoints:
 def engines_to_ask(
     config: Config, checkpoint: Path, log_folder: Path, merge_requests: bool = False
 ) -> Iterator[EngineEndpoints]:
-    """Find the engines that serve a checkpoint for this step, or start them; those end with the block.
+    """Find engines that serve a checkpoint for this step, or start them; started engines end with the block.
 
     Args:
-        config: The configuration of the engines.
-        checkpoint: In Hub layout.
-        log_folder: For the logs of those that are started.
+        config: The engines' configuration.
+        checkpoint: Checkpoint in Hub layout.
+        log_folder: Logs of started engines.
         merge_requests: See `running_engines`.
 
     Raises:
-        ConfigError: See `running_engines`; or those of somebody else have no secret here.
+        ConfigError: See `running_engines`; or the secret of external engines is missing.
     """
     if urls := os.environ.pop(ENGINES_VARIABLE, "").split():
         yield EngineEndpoints(urls, take_secret())
@@ -60,10 +60,10 @@ def engines_to_ask(
 
 @asynccontextmanager
 async def client_of(config: Config, engines: EngineEndpoints) -> AsyncIterator[EngineClient]:
-    """Give a client of the engines when these are ready to be asked.
+    """Yield a client of the engines once they are ready.
 
     Raises:
-        RuntimeError: One is not ready in time, has ended, or may not be asked.
+        RuntimeError: An engine is not ready in time, has ended, or is not admissible.
     """
     timeout, vocab_size = config.engine.request_timeout_seconds, config.model.architecture.vocab_size
     if engines.to_load:

@@ -1,8 +1,8 @@
-"""Engines that somebody else runs, asked for one checkpoint: each has to serve it, and who does not answer is left out.
+"""Client of external engines that must all serve one checkpoint; engines that do not answer are excluded.
 
-An engine is let in when it shows that it obeys us alone, is of a kind that we know, and serves the checkpoint; it loads
-that where it does not yet. Who does not answer three times in a row, or answers with other weights, gets no more
-requests, those that it has go to others, and it is asked on; when it answers again it is let in as at the beginning.
+An engine is admitted if it requires the secret, is of a known type, and serves the checkpoint, which it loads first if
+necessary. An engine that fails to answer three times in a row, or answers with other weights, is excluded: its open
+requests go to others. It is probed further, and is admitted again, with the same checks, when it answers.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from posttrain_weights.sglang_hooks import VERSION
 log = logging.getLogger(__name__)
 
 MOST_MISSES = 3
-# Between two looks at an engine.
+# Seconds between two probes of an engine.
 LOOK_SECONDS = 1.0
-# Of the 64 hex digits of a receipt's digest: a number that every engine can spell.
+# Hex digits of the receipt's digest (of 64) that form the weight version: a number that every engine can represent.
 DIGITS = 15
-# What a config.json says of who has written it, and not of the model.
+# Keys of config.json that describe its writer, not the model.
 NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
 
 
 class ExternalEngines(EngineClient):
-    """Client of engines that serve one checkpoint; see the head of this file.
+    """Client of external engines that serve one checkpoint; see the module docstring.
 
     Args:
-        urls: Of the engines.
-        secret: What they want to be shown.
-        request_timeout_seconds: Every answer must come within this.
-        checkpoint: In Hub layout, with its receipt; engines see it at the same path.
+        urls: Engine URLs.
+        secret: Their shared secret.
+        request_timeout_seconds: Every answer must arrive within this.
+        checkpoint: Checkpoint in Hub layout, with its receipt; engines see it at the same path.
         vocab_size: See `EngineClient`.
     """
 
@@ -57,10 +57,10 @@ class ExternalEngines(EngineClient):
         super().__init__(urls, secret, request_timeout_seconds, vocab_size=vocab_size)
         self._checkpoint = checkpoint
         self.weights = int(read_receipt(receipt_of(checkpoint)).digest[:DIGITS], 16)
-        # Set while an engine is left out; all are at the beginning.
+        # Set while an engine is excluded; all are at first.
         self._left_out = [asyncio.Event() for _ in urls]
         self._watchers: list[asyncio.Task[None]] = []
-        # How long somebody who asks waits for any of them.
+        # How long a request waits for any engine.
         self._wait_seconds = 0.0
 
     async def __aenter__(self) -> Self:
@@ -82,10 +82,10 @@ class ExternalEngines(EngineClient):
         check_processes: Callable[[], None] | None = None,
         tell_silent: Callable[[str], None] | None = None,
     ) -> None:
-        """Let all engines in, and watch them from now on; see `EngineClient.wait_ready`.
+        """Admit all engines, and monitor them from now on; see `EngineClient.wait_ready`.
 
         Raises:
-            RuntimeError: Naming the first engine that is not ready in time, or cannot be let in.
+            RuntimeError: An engine is not ready in time or cannot be admitted; names the first.
         """
         await super().wait_ready(timeout_seconds, check_processes, tell_silent)
         await asyncio.gather(*(self._let_in(engine) for engine in self._engines))
@@ -93,10 +93,10 @@ class ExternalEngines(EngineClient):
         self._watchers = [asyncio.create_task(self._watch(engine)) for engine in self._engines]
 
     async def generate(self, requests: Sequence[GenerateRequest], request_number: int) -> list[GenerateResult]:
-        """Sample as `EngineClient.generate` does, from the engine of that number among those that are let in.
+        """Sample like `EngineClient.generate`, from the engine with that number among the admitted ones.
 
         Raises:
-            EngineError: An engine refuses, or none is there for as long as engines may take to start.
+            EngineError: An engine refuses, or none is available within the start timeout.
         """
         while True:
             engine = await self._choose(request_number)
@@ -129,7 +129,7 @@ class ExternalEngines(EngineClient):
             self._left_out[engine.number].set()
 
     async def _watch(self, engine: Engine) -> None:
-        """Leave an engine out when it has not answered often enough, and let it in when it does again."""
+        """Exclude an engine after repeated failures to answer, and admit it again when it answers."""
         misses = 0
         while True:
             await asyncio.sleep(LOOK_SECONDS)
@@ -147,10 +147,10 @@ class ExternalEngines(EngineClient):
                 self._leave_out(engine, str(error))
 
     async def _let_in(self, engine: Engine) -> None:
-        """Have an engine show that it may be asked, and load the checkpoint where it does not serve it.
+        """Check an engine, and have it load the checkpoint if it does not serve it yet.
 
         Raises:
-            EngineError: It may not be, or cannot.
+            EngineError: The engine is not admissible, or cannot load it.
         """
         await self._require_secret(engine)
         about = await self.call(engine, "GET", "/get_server_info", may_repeat=True)
@@ -164,7 +164,7 @@ class ExternalEngines(EngineClient):
         self._left_out[engine.number].clear()
 
     async def _require_secret(self, engine: Engine) -> None:
-        """Raise for an engine that answers whoever asks: anybody could give it other weights."""
+        """Raise for an engine that requires no secret, because anybody could change its weights."""
         timeout = aiohttp.ClientTimeout(total=PROBE_TIMEOUT_SECONDS)
         try:
             async with (
@@ -179,7 +179,7 @@ class ExternalEngines(EngineClient):
 
 
 def _unlike(about: dict[str, Any], model: dict[str, Any], checkpoint: Path) -> str:
-    """Return why an engine cannot serve a checkpoint; empty where it can."""
+    """Return why an engine cannot serve a checkpoint; empty if it can."""
     if about.get("engine") != "embedded" and about.get("version") != VERSION:
         return f"it is SGLang {about.get('version')}, and {VERSION} is what is tested"
     if about.get("disaggregation_mode", "null") not in (None, "null"):

@@ -1,6 +1,6 @@
-"""Command lines of engines, rendered from the configuration and nothing else.
+"""Renders engines' command lines from the configuration alone.
 
-The flags are spelled in `plan.flags.sglang_flags`; here they become a process: interpreter, addresses, environment.
+`plan.flags.sglang_flags` defines the flags; this module adds interpreter, addresses and environment.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from posttrain.rl.engines import sglang_server
 from posttrain.rl.engines.responses import NO_WEIGHTS
 
 # Every start of SGLang on a CPU leaves sockets and a cache folder behind; on GPUs the caches hold compiled kernels and
-# stay.
+# are kept.
 PRIVATE_ON_CPU = ("TMPDIR", "SGLANG_CACHE_DIR")
-# SGLang then fills its parameters with noise and goes on as after a load. What it derives from weights it derives
-# anew from an update: MLA's two halves of kv_b_proj with the bucket that holds it, into the memory that CUDA graphs
-# captured. Routers refer to the parameter of their bias; rotary tables are no parameters and stay. FP8 scales and the
-# draft's layer are updated after noise as after a first load; that is read from its source, and was run on a CPU
-# without either. Source: SGLang 0.5.23, `DummyModelLoader` in srt/model_loader/loader.py, deepseek_weight_loader.py in
+# With this format SGLang fills its parameters with noise and continues as after a load. An update recomputes everything
+# derived from weights: MLA's two halves of kv_b_proj with the bucket that holds it, into the memory that CUDA graphs
+# captured. Routers refer to their bias parameter; rotary tables are not parameters and stay. FP8 scales and the draft
+# layer should update after noise as after a load; this is read from the source, and the test on a CPU covered neither.
+# Source: SGLang 0.5.23, `DummyModelLoader` in srt/model_loader/loader.py, deepseek_weight_loader.py in
 # srt/models/deepseek_common, weight_updater.py in srt/managers/scheduler_components.
 WITHOUT_WEIGHTS = ("--load-format", "dummy", "--weight-version", NO_WEIGHTS)
 
 
 @dataclass(frozen=True)
 class EngineCommand:
-    """How to start an engine.
+    """Command and environment of an engine process.
 
     Args:
         argv: Program and arguments.
         env: Variables to set on top of the environment.
-        url: Where it answers.
-        private_folders: Variables that each process gets an empty folder of its own for, removed with it.
+        url: URL of the engine.
+        private_folders: Variables set to an empty private folder per process, which is removed with it.
     """
 
     argv: tuple[str, ...]
@@ -66,22 +66,22 @@ def render_engine_command(
         config: The resolved configuration.
         engine_index: Number of the engine in the run.
         model_folder: Checkpoint in Hub layout.
-        host: Address it listens on.
-        port: Port it listens on.
-        node_rank: Its number among the nodes of this engine.
-        first_node: "host:port" at which the engine's nodes meet; needed when it spans several.
-        merge_requests: Let the embedded engine batch requests that wait; SGLang does so in any case.
-        role: "unified", or "prefill" or "decode" when they are apart.
-        gpus: Those of its node that it sees; by default all.
-        without_weights: Read config and tokenizer alone; an update brings the weights.
-        bootstrap_port: Where an engine that prefills meets those that decode; 0: SGLang's own choice.
+        host: Address to listen on.
+        port: Port to listen on.
+        node_rank: Rank of this node within the engine.
+        first_node: "host:port" of the rendezvous for an engine on several nodes.
+        merge_requests: Let the embedded engine batch waiting requests; SGLang always does.
+        role: "unified", or "prefill" or "decode" if separate.
+        gpus: Visible GPUs of the node; by default all.
+        without_weights: Load only config and tokenizer; an update sends the weights.
+        bootstrap_port: Port of a prefill engine for KV transfers; 0: SGLang's default.
     """
     if config.engine.kind == "embedded":
         program: tuple[str, ...] = ("-m", "posttrain.rl.engines.embedded")
         flags = sglang_flags.embedded_flags(config, deterministic=not merge_requests)
         place: tuple[str, ...] = ()
     else:
-        # By its path, without its own folder on the path to modules: SGLang's environment need not have this package.
+        # Start the script by path, without its folder on sys.path: SGLang's environment may lack this package.
         program = ("-P", sglang_server.__file__)
         flags = sglang_flags.sglang_flags(config, role, engine_index)
         place = _place_among_nodes(config, role, node_rank, first_node)
@@ -106,7 +106,7 @@ def _place_among_nodes(config: Config, role: str, node_rank: int, first_node: st
 
 
 def _address_of_caches(role: str, host: str) -> dict[str, str]:
-    """Return where KV caches are asked for: without it SGLang takes an address of the machine that others reach."""
+    """Return the address for KV transfers; by default SGLang would use a publicly reachable one."""
     return {} if role == UNIFIED else {"SGLANG_HOST_IP": host}
 
 

@@ -1,4 +1,4 @@
-"""One address for several engines, for a client that knows only one: its connections go to them by turns."""
+"""A round-robin TCP proxy: one address for several engines, for clients that support only one."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ CHUNK_BYTES = 1 << 16
 
 @contextmanager
 def one_address(urls: Sequence[str]) -> Iterator[str]:
-    """Give an address on loopback behind which engines answer, each the connections that fall to it; one's own alone.
+    """Yield a loopback address that distributes connections over the engines; a single engine's own address.
 
-    A client that keeps its connections asks each engine as much as the others. One whose engine has gone is closed.
+    A client that keeps its connections open loads all engines equally. Connections to a dead engine are closed.
 
     Args:
-        urls: Of the engines, "http://host:port".
+        urls: Engine URLs, "http://host:port".
     """
     if len(urls) == 1:
         yield urls[0]
         return
-    listening = socket.create_server((LOOPBACK, 0))  # here, where who asks hears of a failure
+    listening = socket.create_server((LOOPBACK, 0))  # bind here, so that the caller sees a failure
     told: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
 
     async def relay() -> None:
         turns, loop, ended = itertools.cycle(urls), asyncio.get_running_loop(), asyncio.Event()
         server = await asyncio.start_server(lambda *near: _connect(next(turns), *near), sock=listening)
         told.put(lambda: loop.call_soon_threadsafe(ended.set))
-        await ended.wait()  # whatever still runs is cancelled with the loop
+        await ended.wait()  # the loop cancels what still runs
         server.close()
 
     thread = threading.Thread(target=asyncio.run, args=(relay(),), daemon=True)
@@ -63,7 +63,7 @@ async def _connect(url: str, reader: asyncio.StreamReader, writer: asyncio.Strea
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Hand on what comes, until one of both sides has closed."""
+    """Copy data until either side closes."""
     try:
         while octets := await reader.read(CHUNK_BYTES):
             writer.write(octets)

@@ -1,4 +1,4 @@
-"""Ports for servers of a job on one machine."""
+"""Chooses ports for a job's servers on one machine."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import socket
 from contextlib import ExitStack
 
 LOOPBACK = "127.0.0.1"
-# Below the range from which systems take ports of outgoing connections (32768 and up on Linux): one of those could take
-# a port between its choice and the start of what listens there.
+# Below the range of ephemeral ports (32768 and up on Linux): an outgoing connection could otherwise take a port between
+# its choice and the server's start.
 OWN_PORTS = (20000, 32000)
 
 
 def choose_free_ports(count: int, host: str = LOOPBACK, first: int = 0) -> list[int]:
-    """Return ports on which nothing listens now, all different.
+    """Return distinct ports on which nothing listens now.
 
     Args:
-        count: How many.
-        host: Address that they are for.
-        first: The first ports from here on that are free; 0: any.
+        count: Number of ports.
+        host: Address to check.
+        first: Search upwards from this port; 0: any free ports.
     """
     with ExitStack() as stack:
         ports: list[int] = []

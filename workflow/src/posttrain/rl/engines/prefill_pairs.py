@@ -1,12 +1,12 @@
-"""Requests to engines of which some only prefill and the others only decode: each goes to one of both.
+"""Sends each request to one prefill engine and one decode engine (prefill-decode disaggregation).
 
-The two find each other by what the request says: where the prefilling engine is met (`bootstrap_host`, `_port`), and a
-number of its own for each prompt (`bootstrap_room`). The KV cache goes from one to the other without us.
+The request tells both engines how to connect: the prefill engine's address (`bootstrap_host`, `_port`) and a unique
+number for each prompt (`bootstrap_room`). They transfer the KV cache directly.
 
-SGLang's router (sglang-router 0.3.2) does the same between client and engines, and chooses engines by their load. Here
-the request's number chooses, so that a run that goes on asks as it asked before; a process less can fail.
+SGLang's router (sglang-router 0.3.2) does the same as a separate process, and chooses engines by load. Here the request
+number chooses, so that a resumed run sends the same requests to the same engines, and one process fewer can fail.
 
-Source of the words: SGLang 0.5.23, `GenerateReqInput` in srt/managers/io_struct.py.
+Source of the field names: SGLang 0.5.23, `GenerateReqInput` in srt/managers/io_struct.py.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from urllib.parse import urlsplit
 from posttrain.rl.engines.calls import Engine, EngineCalls, EngineError
 from posttrain.rl.engines.routes import ASKED, PREFILLED, TOLD
 
-# Rooms are 63 bits. The upper ones are those of one client, so that nobody waits in a room of a run before it.
+# Room numbers have 63 bits. The upper bits identify the client, so that no engine waits in a room of an earlier run.
 LOWER_BITS = 40
 
 
 class PrefillPairs:
-    """Sends requests to pairs of engines.
+    """Sends requests to pairs of a prefill and a decode engine.
 
     Args:
-        calls: Speaks to engines.
-        prefilling: Those that only prefill.
+        calls: Makes HTTP calls to engines.
+        prefilling: The prefill engines.
     """
 
     def __init__(self, calls: EngineCalls, prefilling: Sequence[Engine]):
@@ -39,12 +39,12 @@ class PrefillPairs:
         self._rooms = count(secrets.randbits(63 - LOWER_BITS) << LOWER_BITS)
 
     async def generate(self, decoding: Engine, body: Mapping[str, Any], request_number: int) -> Any:
-        """Return what an engine that decodes answers to a batched /generate.
+        """Return the decode engine's answer to a batched /generate.
 
-        Neither is asked again when a connection fails: a room is entered once.
+        A failed connection is not retried, because each room can be used only once.
 
         Raises:
-            EngineError: One of both has failed, and the other one was let go; or they have different weights.
+            EngineError: One engine failed (the other's request is cancelled), or their weights differ.
         """
         prefill = self._prefilling[request_number % len(self._prefilling)]
         meeting = {
@@ -75,12 +75,12 @@ class PrefillPairs:
 
 
 def _tell_routes_of_prompts(prefilled: Any, decoded: Any) -> None:
-    """Add to decoded answers where the prompts' tokens went, which only the engine that has read them knows."""
+    """Add the prompt tokens' expert routes, which only the prefill engine knows, to the decoded answers."""
     for item, answer in zip(prefilled, decoded, strict=True):
         answer["meta_info"][PREFILLED] = item["meta_info"].get(TOLD)
 
 
 def _versions(answer: Any) -> set[Any]:
-    """Return the versions of the weights that a batched answer names; what is no such answer has none."""
+    """Return the weight versions in a batched answer; empty for any other answer."""
     items = answer if isinstance(answer, list) else []
     return {item["meta_info"].get("weight_version") for item in items if isinstance(item, dict) and "meta_info" in item}

@@ -1,7 +1,7 @@
 """Starts, watches and stops engine processes.
 
-An engine is a process group of its own with a log file. It is ended by its id, with its children, never by
-its name; and the kernel ends it when the process that started it has died (`processes`).
+An engine is a separate process group with a log file. It is ended by its id, with its children, never by name.
+The kernel ends it if its parent dies (`processes`).
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from posttrain.rl.engines.secret import SECRET_VARIABLE, new_secret
 
 log = logging.getLogger(__name__)
 
-# In an error: the end of a traceback, and what was said before it.
+# Log lines in an error: the end of a traceback and what precedes it.
 NUM_LOG_LINES = 20
 EMBEDDED = "posttrain.rl.engines.embedded"
 
 
 def ended_with_family(argv: Sequence[str]) -> tuple[list[str], signal.Signals]:
-    """Return how an engine is started that ends with who starts it, and which signal tells it so."""
+    """Return a command whose process ends with its parent, and the signal to end it."""
     if EMBEDDED in argv:
         return [*argv], signal.SIGKILL
-    # A vendor's server, with children of its own.
+    # An external server, which has children.
     return [sys.executable, "-m", "posttrain.cluster.processes", *argv], signal.SIGTERM
 
 
@@ -48,10 +48,10 @@ class EngineProcess:
     """One engine on this machine.
 
     Args:
-        command: How to start it.
-        log_path: Where its output goes; earlier content is kept.
-        name: How errors call it.
-        secret: Its clients must show this.
+        command: Command and environment.
+        log_path: Output file; earlier content is kept.
+        name: Name in errors.
+        secret: The secret that its clients must send.
     """
 
     def __init__(self, command: EngineCommand, log_path: Path, name: str, secret: str):
@@ -61,19 +61,19 @@ class EngineProcess:
 
     @property
     def url(self) -> str:
-        """Where it answers."""
+        """URL of the engine."""
         return self._command.url
 
     @property
     def pid(self) -> int | None:
-        """Id of the process, None before `start`."""
+        """Process id, None before `start`."""
         return self._process.pid if self._process else None
 
     def start(self) -> None:
-        """Start it; it is not ready yet."""
+        """Start the engine, without waiting until it is ready."""
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         argv, told_by = ended_with_family(self._command.argv)
-        # Short names: a path of a socket has at most 107 bytes.
+        # Short names, because a socket path has at most 107 bytes.
         private = {name: tempfile.mkdtemp(prefix="engine-") for name in self._command.private_folders}
         self._private_folders += private.values()
         with open(self._log_path, "ab") as output:
@@ -88,10 +88,10 @@ class EngineProcess:
         log.info("%s started: process %d, %s, log %s", self._name, self._process.pid, self.url, self._log_path)
 
     def check_alive(self) -> None:
-        """Raise with the end of its log when it has ended.
+        """Raise with the end of the log if the process has ended.
 
         Raises:
-            RuntimeError: Naming the engine, its exit code and its log.
+            RuntimeError: It has ended; names the engine, its exit code and its log.
         """
         assert self._process is not None, "check_alive before start"
         code = self._process.poll()
@@ -102,21 +102,21 @@ class EngineProcess:
 
     @property
     def has_ended(self) -> bool:
-        """It was started, and its process is gone."""
+        """Whether the started process is gone."""
         return self._process is not None and self._process.poll() is not None
 
     def end_hard(self) -> None:
-        """End it and its children: it hangs, and would not hear that it should."""
+        """Kill it and its children, for an engine that hangs and ignores signals."""
         assert self._process is not None, "end_hard before start"
         end_processes([self._process], grace_seconds=0.0)
 
     def restart(self) -> None:
-        """Restart it in the same place after its remaining processes have ended."""
+        """Restart it with the same command after its remaining processes have ended."""
         self.stop()
         self.start()
 
     def stop(self) -> None:
-        """End it and its children; a second call does nothing."""
+        """End it and its children; idempotent."""
         if self._process is None:
             return
         end_processes([self._process])
@@ -130,15 +130,15 @@ class EngineProcess:
 def running_engines(
     config: Config, model_folder: Path, log_folder: Path, merge_requests: bool = False
 ) -> Iterator[list[EngineProcess]]:
-    """Start the configured number of engines on this machine, for it alone, and end them with the block.
+    """Start the configured number of engines on this machine, reachable only locally, and end them with the block.
 
-    They obey who knows the secret that is made for them, the same for all (`EngineProcess.secret`). They are not ready
-    yet: wait with `EngineClient.wait_ready`, giving it `check_all_alive`.
+    They share a new secret that clients must send (`EngineProcess.secret`). They are not ready yet: wait with
+    `EngineClient.wait_ready`, passing `check_all_alive`.
 
     Args:
         config: The resolved configuration; `engine.port` 0 chooses free ports.
         model_folder: Checkpoint in Hub layout.
-        log_folder: Gets `engine{i}.log`.
+        log_folder: Folder for `engine{i}.log`.
         merge_requests: See `render_engine_command`.
 
     Raises:
@@ -185,12 +185,12 @@ def engine_ports(config: Config, indices: Sequence[int], host: str = LOOPBACK, f
 def started_engines(
     commands: Mapping[int, EngineCommand], log_folder: Path, secret: str
 ) -> Iterator[list[EngineProcess]]:
-    """Start engine processes and end them with the block.
+    """Start engine processes, and end them with the block.
 
     Args:
-        commands: Number of the engine in the run -> how it is started here.
-        log_folder: Gets `engine{i}.log`.
-        secret: Their clients must show this.
+        commands: Engine number in the run -> its command on this machine.
+        log_folder: Folder for `engine{i}.log`.
+        secret: The secret that clients must send.
     """
     engines = [
         EngineProcess(command, log_folder / f"engine{index}.log", f"engine {index}", secret)
@@ -201,7 +201,7 @@ def started_engines(
             engine.start()
         yield engines
     finally:
-        # Each takes a second or two to end.
+        # End them in parallel: each takes a second or two.
         with ThreadPoolExecutor(max(1, len(engines))) as pool:
             list(pool.map(EngineProcess.stop, engines))
 

@@ -1,7 +1,7 @@
-"""Whether a server serves the weights that were exported: held against the trainer's own words of four prompts.
+"""Checks that a server serves the exported weights, against the trainer's reference log-probabilities of four prompts.
 
-A server that is healthy may have read FP8 codes without their scales, hold dummy weights, or render conversations with
-another template than the model was trained with; each answers fluently enough to be believed, for a while.
+A healthy server may have loaded FP8 codes without their scales, hold dummy weights, or use another chat template than
+training did; its answers may look plausible for a while.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from posttrain.errors import ConfigError, Problem, one_line
 from posttrain.rl.engines.calls import EngineError
 from posttrain.rl.engines.teacher_forcing import ForcedTokens
 
-# Largest mean |server - trainer| in nats, by the precision of the weights served. The first two are training's own
-# limits, whose class says what was measured. Of four bits there is no published number; other weights than the
-# trainer's are at 0.7 and more. What a trainer had in FP32 and exports in BF16 is rounded, too.
+# Limit of the mean |server - trainer| in nats, by served precision. The first two are the limits of training, whose
+# class documents the measurements. For four bits there is no published number; wrong weights differ by 0.7 and more.
+# Rounding of FP32 weights to a BF16 export is included.
 ROUNDED = "bf16 of fp32"
 BOUNDS = {"bf16": MismatchLimits().bf16, "fp8": MismatchLimits().quantised, "nvfp4": 0.15}
 BOUNDS[ROUNDED] = BOUNDS["fp8"]
-# One prompt is short: kernels that compile for it at its first request take longest.
+# Long enough for kernels that compile at the first request.
 REQUEST_TIMEOUT_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
 class Held:
-    """A server held against a canary.
+    """Result of comparing a server with reference log-probabilities.
 
     Args:
-        num_tokens: That were compared.
-        difference: Mean |server - trainer| over them, in nats; infinite where the server's values are no numbers.
-        largest: The largest of them.
+        num_tokens: Tokens compared.
+        difference: Mean |server - trainer| over them, in nats; infinite if a server value is not finite.
+        largest: The maximum difference.
         server_mean: The server's mean log-probability.
         trainer_mean: The trainer's.
-        precision: Of the weights that were asked, one of `BOUNDS`.
-        chat: What is wrong with the server's chat endpoint; empty where its prompts are the trainer's, or nobody asked.
+        precision: Precision of the served weights, one of `BOUNDS`.
+        chat: What is wrong with the server's chat endpoint; empty if it renders the trainer's prompts or is not tested.
     """
 
     num_tokens: int
@@ -58,26 +58,26 @@ async def hold(
     check_process: Callable[[], None] | None = None,
     has_chat: bool = True,
 ) -> Held:
-    """Wait until a server is healthy, ask it, and compare.
+    """Wait until a server is healthy, then compare its log-probabilities with the reference.
 
     Args:
-        url: Of the server.
-        secret: What it wants to be shown; empty: nothing.
-        canary: What it has to answer.
-        precision: Of the weights that it serves, "bf16", "fp8" or "nvfp4".
-        ready_seconds: It must be healthy within this.
-        check_process: Called while it is waited for; raises where its process has ended.
-        has_chat: Its chat endpoint is asked, too.
+        url: Server URL.
+        secret: The server's secret; empty: none.
+        canary: The reference log-probabilities.
+        precision: Precision of the served weights, "bf16", "fp8" or "nvfp4".
+        ready_seconds: The server must be healthy within this.
+        check_process: Called while waiting; raises if the server's process has ended.
+        has_chat: Test the chat endpoint, too.
 
     Raises:
-        RuntimeError: It does not become healthy, or cannot be asked.
-        ConfigError: It serves something else; with what differs and what the reason may be.
+        RuntimeError: The server does not become healthy, or does not answer.
+        ConfigError: It serves other weights; states the difference and possible reasons.
     """
     async with ForcedTokens(url, secret, REQUEST_TIMEOUT_SECONDS) as server:
         await server.wait_ready(ready_seconds, check_process)
         pairs = [(prompt.prompt_tokens, prompt.response_tokens) for prompt in canary.prompts]
         answers = await server.logprobs(pairs, await server.interface())
-        # Two answers of one server are compared, in which nothing is rounded.
+        # Compares two unrounded answers of the same server.
         chat = await _chat_problem(server, canary, BOUNDS[precision]) if has_chat else ""
         kind = ROUNDED if (precision, canary.trainer) == ("bf16", "fp32") else precision
         held = compare(canary, answers, kind, chat)
@@ -87,17 +87,17 @@ async def hold(
 
 
 async def wait_healthy(url: str, secret: str, seconds: float, check_process: Callable[[], None]) -> None:
-    """Wait for a server that nothing is known of.
+    """Wait until an arbitrary server is healthy.
 
     Raises:
-        RuntimeError: It does not become healthy in time, or has ended.
+        RuntimeError: The server does not become healthy in time, or has ended.
     """
     async with ForcedTokens(url, secret, REQUEST_TIMEOUT_SECONDS) as server:
         await server.wait_ready(seconds, check_process)
 
 
 def problems_of(url: str, held: Held) -> list[Problem]:
-    """Return what forbids to call a server ready; nothing where it serves what was exported."""
+    """Return the problems that a server has; empty if it serves the exported weights."""
     bound, found = BOUNDS[held.precision], []
     if not held.difference <= bound:
         value = (
@@ -112,14 +112,14 @@ def problems_of(url: str, held: Held) -> list[Problem]:
 
 
 def near(held: Held) -> str:
-    """Return in a sentence how near a server is."""
+    """Return the result as a sentence."""
     bound = f"at most {BOUNDS[held.precision]:g} in {held.precision}"
     apart = f"{held.difference:.2g} nats from the trainer's in the mean of {held.num_tokens} tokens ({bound})"
     return f"its log-probabilities are {apart}"
 
 
 def told(held: Held) -> str:
-    """Return the same of one whose chat endpoint was asked, too."""
+    """Return the result with that of the chat endpoint as a sentence."""
     return f"{near(held)}, and its chat endpoint renders prompts as the trainer did"
 
 
@@ -139,7 +139,7 @@ def compare(
 
     Args:
         canary: The trainer's.
-        answers: The server's, of each continuation.
+        answers: The server's, for each continuation.
         precision: See `Held`.
         chat: See `Held`.
 
@@ -162,10 +162,10 @@ def compare(
 
 
 async def _chat_problem(server: ForcedTokens, canary: ReferenceLogprobs, bound: float) -> str:
-    """Return what the chat endpoint makes of the canary's conversations that the trainer did not; empty where nothing.
+    """Return how the chat endpoint's rendering differs from the trainer's; empty if it does not.
 
-    Of most servers one learns how many tokens a prompt has, and what follows it. Both have to be as behind the
-    trainer's tokens, asked of the same server.
+    Most servers report a prompt's token count and the next token's probability. Both must equal those that the same
+    server reports for the trainer's tokens.
     """
     try:
         name, apart = await server.model_name(), []

@@ -1,4 +1,4 @@
-"""Requests to /generate and its responses, as our types."""
+"""Types for /generate requests and responses."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 
 from posttrain.rl.engines.routes import ASKED, RoutesLayout
 
-# What an engine that has started without weights says its weights are, until the first update.
+# The weight version that an engine started without weights reports until its first update.
 NO_WEIGHTS = "none"
-# What gloo says to who waits for a member of a group that has left, and to who has.
+# gloo's errors on a rank that waits for a peer that has left, and on that peer.
 LEFT = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "caused pair closure")
 
 
@@ -23,11 +23,11 @@ class GenerateRequest:
     Args:
         input_ids: Token ids of the rendered prompt.
         sampling_seed: See `sampling_seed`; SGLang uses it under --enable-deterministic-inference.
-        max_new_tokens: The response is cut here.
-        temperature: Of sampling and of the log-probabilities.
+        max_new_tokens: Length limit of the response.
+        temperature: For sampling and log-probabilities.
         top_p: Nucleus sampling.
-        ignore_eos: Go on to `max_new_tokens` whatever is sampled (benchmarks).
-        routes: The engine has to tell which experts the tokens went to, in this form.
+        ignore_eos: Continue to `max_new_tokens` after the end token (benchmarks).
+        routes: Layout in which to return the tokens' expert routes; None: do not.
     """
 
     input_ids: Sequence[int]
@@ -40,7 +40,7 @@ class GenerateRequest:
 
     @property
     def sampling_params(self) -> dict[str, Any]:
-        """The request's parameters in SGLang's words."""
+        """SGLang's `sampling_params` of the request."""
         return {
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -55,13 +55,11 @@ class GenerateResult:
     """One sampled response.
 
     Args:
-        output_ids: Token ids, the end token included where one was sampled.
-        logprobs: Natural-log probability of each, the engine's float32 value without loss.
-        finish_reason: "stop" (end token) or "length" (cut).
-        weight_version: Of the weights that sampled it; None before the first update, when the engine has only
-            a name.
-        routes: [tokens, layers with experts, experts of a token] of prompt and response but for the last token, where
-            they were asked for.
+        output_ids: Token ids, including the end token if sampled.
+        logprobs: Natural-log probability of each, the engine's exact float32 value.
+        finish_reason: "stop" (end token) or "length" (truncated).
+        weight_version: Version of the weights that sampled it; None before the first update.
+        routes: [tokens, MoE layers, experts per token] of prompt and response except the last token, if requested.
     """
 
     output_ids: tuple[int, ...]
@@ -95,7 +93,7 @@ def parse_generate_answer(answer: Any, requests: Sequence[GenerateRequest]) -> l
     """Return the results of a batched /generate answer.
 
     Raises:
-        ValueError: When the answer is not one complete result per request.
+        ValueError: The answer is not one complete result per request.
     """
     if not isinstance(answer, list) or len(answer) != len(requests):
         count = len(answer) if isinstance(answer, list) else f"a {type(answer).__name__} instead of"
@@ -120,7 +118,7 @@ def _parse_result(place: int, item: Any, request: GenerateRequest) -> GenerateRe
         found = f"{len(tokens)} of {request.max_new_tokens} tokens, finish reason {finish_reason!r}"
         raise ValueError(f"{found}, at place {place}")
     if isinstance(end_token, int) and tokens[-1] != end_token:
-        # Without it nothing would teach the policy to end.
+        # Without the end token the policy would not learn to end.
         raise ValueError(f"the end token {end_token} is not in the answer at place {place}, which it ended")
     try:
         num_prompt = len(request.input_ids)
@@ -135,14 +133,14 @@ def _version_number(version: Any) -> int | None:
 
 
 def answers_of_ranks(engine: str, answers: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return what an engine's ranks have answered to an order about its weights (`posttrain_weights.engine_handlers`).
+    """Return the answers of an engine's ranks to a weight command (`posttrain_weights.engine_handlers`).
 
     Args:
-        engine: Its name.
-        answers: In any order; with DP attention each rank has everybody's.
+        engine: Name of the engine.
+        answers: In any order; with DP attention each rank returns all of them.
 
     Raises:
-        RuntimeError: A rank could not; names it, and of several the one that has not only missed another.
+        RuntimeError: A rank failed; names it. Of several, the root cause, not a rank that only missed a peer.
     """
     found = {answer["parallelism_info"][0]["tp_rank"]: answer["checksums"] for answer in answers}
     failures = [f"{engine}, rank {rank}: {told['error']}" for rank, told in found.items() if "error" in told]
@@ -152,5 +150,5 @@ def answers_of_ranks(engine: str, answers: Sequence[Mapping[str, Any]]) -> list[
 
 
 def has_left(failure: str) -> bool:
-    """Return whether a member of a weight transfer says no more than that another one has left it."""
+    """Return whether a failure of a weight transfer only reports that a peer has left."""
     return any(words in failure for words in LEFT)

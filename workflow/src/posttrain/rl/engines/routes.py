@@ -1,10 +1,10 @@
 """The experts that an engine routed each token to, from SGLang's `routed_experts`.
 
-Numbers of experts, [tokens, layers, experts of a token], of every decoder layer, zeros in those without experts, and of
-every token but a response's last, which no engine reads. Ours are one byte each where that is enough; SGLang's own have
-four. They follow the JSON of an answer (`posttrain_weights.routed_experts`), or stand in it, in base64.
+Expert ids, [tokens, layers, experts per token], for every decoder layer (zeros in dense layers) and every token except
+a response's last, which no engine reads. Ours take one byte each if possible; SGLang's own take four. They follow the
+JSON of an answer (`posttrain_weights.routed_experts`), or are part of it in base64.
 
-Source of the words: SGLang 0.5.23, srt/state_capturer/routed_experts.py and srt/managers/detokenizer_manager.py.
+Source of the field names: SGLang 0.5.23, srt/state_capturer/routed_experts.py and srt/managers/detokenizer_manager.py.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import numpy as np
 from posttrain.config.schema import Architecture
 
 ASKED, TOLD = "return_routed_experts", "routed_experts"
-# Of the engine that has prefilled, where another one decodes: each knows only what it has read itself.
+# Key for the prefill engine's routes if another engine decodes: each knows only the tokens that it has read.
 PREFILLED = "prefill_routed_experts"
-# An answer that they follow, and how long the number is with which it begins.
+# Content type of an answer followed by routes, and the size of its length prefix.
 BINARY, SIZE_BYTES = "application/x-json-and-routes", 8
 SMALL, LARGE = np.dtype("uint8"), np.dtype("<i2")
 
@@ -34,9 +34,9 @@ class RoutesLayout:
 
     Args:
         num_layers: Decoder layers.
-        first: The first of them with experts; all behind it have some.
-        per_token: Experts of a token.
-        num_experts: Of a layer.
+        first: The first MoE layer; all later layers are MoE, too.
+        per_token: Experts per token.
+        num_experts: Experts per layer.
     """
 
     num_layers: int
@@ -46,7 +46,7 @@ class RoutesLayout:
 
     @staticmethod
     def of(arch: Architecture) -> RoutesLayout:
-        """Return that of a model with experts."""
+        """Return the layout of an MoE model."""
         assert arch.n_routed_experts, "a dense model sends tokens nowhere"
         return RoutesLayout(
             arch.num_hidden_layers, arch.first_k_dense_replace, arch.num_experts_per_tok, arch.n_routed_experts
@@ -54,31 +54,31 @@ class RoutesLayout:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Type of the numbers that are kept."""
+        """Compact dtype of the expert ids."""
         return smallest(self.num_experts)
 
     def read(self, meta: Mapping[str, Any], num_prompt: int, num_tokens: int) -> np.ndarray:
-        """Return the routes of a response [tokens, layers with experts, experts of a token].
+        """Return the routes of a response [tokens, MoE layers, experts per token].
 
         Args:
             meta: `meta_info` of the answer.
             num_prompt: Tokens of the prompt.
-            num_tokens: Of prompt and response together.
+            num_tokens: Tokens of prompt and response together.
 
         Raises:
-            ValueError: They are not there, or cannot be these tokens'.
+            ValueError: The routes are missing, or do not fit these tokens.
         """
         num_read = num_tokens - 1
         if PREFILLED not in meta:
             routes = self._array(meta, TOLD, num_read)
-        elif num_read == num_prompt:  # the only token was sampled by who has prefilled: the other tells nothing
+        elif num_read == num_prompt:  # the prefill engine sampled the only token: the decode engine reports nothing
             routes = self._array(meta, PREFILLED, num_prompt)
         else:
             decoded = self._array(meta, TOLD, num_read)[num_prompt:]
             routes = np.concatenate([self._array(meta, PREFILLED, num_prompt), decoded])
         if int(routes.max()) >= self.num_experts or int(routes.min()) < 0:
             raise ValueError(f"tokens sent to expert {routes.max()} of {self.num_experts}")
-        # What nobody has filled in is zero everywhere.
+        # Routes that no engine filled in are all zero.
         if self.per_token > 1 and (routes[..., 0] == routes[..., 1]).any():
             raise ValueError("tokens sent twice to the same expert")
         return routes
@@ -98,10 +98,10 @@ class RoutesLayout:
 
 
 def read_behind_json(body: bytes) -> Any:
-    """Return an answer to /generate whose routes follow it, with these in their places.
+    """Parse a /generate answer that is followed by routes, and insert them.
 
     Raises:
-        ValueError: It is none.
+        ValueError: It is not such an answer.
     """
     begin = SIZE_BYTES + int.from_bytes(body[:SIZE_BYTES], "little")
     answer, view = json.loads(body[SIZE_BYTES:begin]), memoryview(body)
@@ -117,5 +117,5 @@ def read_behind_json(body: bytes) -> Any:
 
 
 def smallest(num_experts: int) -> np.dtype[Any]:
-    """Return the type that has place for the numbers of so many experts."""
+    """Return the smallest dtype that holds the ids of so many experts."""
     return SMALL if num_experts <= 256 else LARGE

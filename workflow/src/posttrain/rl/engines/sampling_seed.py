@@ -1,7 +1,7 @@
-"""The seed of one sampled response, from what names the response and nothing else.
+"""Derives the seed of a sampled response from the response's identity alone.
 
-A response keeps its random numbers whatever batch, engine or attempt it is sampled in. That is what lets a
-resumed run equal the undisturbed one.
+A response has the same random numbers in any batch, engine or attempt, so a resumed run equals an undisturbed
+one.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import json
 
 
 def sampling_seed(seed: int, step_or_tag: int | str, prompt_id: int, sample_index: int) -> int:
-    """Return the seed that an engine samples one response with.
+    """Return the seed for sampling one response.
 
     Args:
-        seed: Of the run (`training.seed`) or of the evaluation (`evaluation.seed`).
-        step_or_tag: The training step, or a name for what is no step ("heldout").
+        seed: Seed of the run (`training.seed`) or of the evaluation (`evaluation.seed`).
+        step_or_tag: The training step, or a name ("heldout") outside of training.
         prompt_id: `Prompt.prompt_id`.
         sample_index: `Sample.sample_index`.
 
     Returns:
-        A number in [0, 2**31), as SGLang's `sampling_seed` takes it.
+        A number in [0, 2**31), the range of SGLang's `sampling_seed`.
     """
     name = json.dumps([seed, step_or_tag, prompt_id, sample_index])
     digest = hashlib.sha256(name.encode()).digest()

@@ -1,6 +1,6 @@
-"""The secret that an engine shares with its clients: one per attempt, in their environment and nowhere else.
+"""The secret shared by an engine and its clients: one per attempt, only in their environment.
 
-Every request carries it, and an engine refuses any other before it reads its body.
+Every request carries it; an engine refuses requests without it before reading the body.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from posttrain.config.engine import SECRET_VARIABLE
 from posttrain.errors import ConfigError, Problem
 
-# Where the engines of a job answer, with spaces between them; with it comes their secret.
+# Space-separated URLs of a job's engines; set together with their secret.
 ENGINES_VARIABLE = "POSTTRAIN_ENGINES"
 
 
@@ -22,10 +22,10 @@ def new_secret() -> str:
 
 
 def take_secret() -> str:
-    """Return the secret of the environment, and take it out of there: processes started from here need none.
+    """Return the environment's secret and remove it, so that child processes do not inherit it.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: The environment has no secret.
     """
     secret = os.environ.pop(SECRET_VARIABLE, "")
     if not secret:
@@ -35,10 +35,10 @@ def take_secret() -> str:
 
 
 def variables_of(urls: Sequence[str], secret: str) -> Mapping[str, str]:
-    """Return the environment variables that name a process's engines."""
+    """Return the environment variables that tell a process its engines."""
     return {ENGINES_VARIABLE: " ".join(urls), SECRET_VARIABLE: secret}
 
 
 def authorization(secret: str) -> dict[str, str]:
-    """Return the header that shows the secret, as SGLang wants it."""
+    """Return the `Authorization` header with the secret, as SGLang expects it."""
     return {"Authorization": f"Bearer {secret}"}

@@ -1,13 +1,13 @@
 """SGLang's server with a secret: every route rejects requests without it.
 
-It runs in SGLang's environment, which need not have this package: it is started by its path, and imports nothing of
-ours but `posttrain_weights`, which SGLang imports in all of its processes.
+It runs in SGLang's environment, which may lack this package. So it is started by path and imports only
+`posttrain_weights` of ours, which SGLang imports in all of its processes.
 
-The secret comes from the environment. SGLang's own `--api-key` would show it in the list of processes, and leaves
-routes open: whatever begins with /health, /ready or /metrics, web sockets, and every OPTIONS request.
+The secret comes from the environment. SGLang's own `--api-key` would show it in the process list, and leaves routes
+open: those that begin with /health, /ready or /metrics, web sockets, and every OPTIONS request.
 
-What else SGLang opens is narrowed here too: on one node its ranks meet in a file instead of a port of all addresses,
-and the sockets of its processes are for this user alone.
+It also restricts what else SGLang opens: on one node its ranks rendezvous in a file instead of a port on all addresses,
+and the sockets of its processes are accessible to this user only.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ MEETING_VARIABLE = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 
 
 class Hidden(str):
-    """A text that does not show where it is printed: SGLang logs all of its arguments."""
+    """A string that hides itself when printed, because SGLang logs all of its arguments."""
 
     def __repr__(self) -> str:
         return "'(hidden)'"
 
 
 class OnlyWithSecret:
-    """ASGI middleware that refuses whoever does not show the secret, before anything of a body is read.
+    """ASGI middleware that refuses requests without the secret before reading their body.
 
     Args:
-        app: What it stands before.
-        secret: As SGLang's clients show it: `Authorization: Bearer ...`.
+        app: The wrapped application.
+        secret: Sent by SGLang's clients as `Authorization: Bearer ...`.
     """
 
     def __init__(self, app: Any, secret: str):
         self._app, self._wanted = app, f"Bearer {secret}".encode()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Pass on requests that show the secret, and everything that is not a request."""
+        """Pass on requests with the secret, and all other events."""
         if scope["type"] in ("http", "websocket") and not self._is_shown(scope):
             await _refuse(scope["type"], send)
         else:
@@ -64,7 +64,7 @@ async def _refuse(kind: str, send: Any) -> None:
 
 
 def _tell_experts_in_bytes(http_server: Any) -> None:
-    """Have the bytes of routed experts follow an answer to /generate, in which they stand as a text otherwise."""
+    """Append routed experts to a /generate answer as bytes, instead of text within the JSON."""
     from sglang.srt.utils.json_response import dumps_json
     from starlette.responses import Response
 
@@ -80,19 +80,19 @@ def _tell_experts_in_bytes(http_server: Any) -> None:
 
 
 def main() -> None:
-    """Serve, with SGLang's own command line."""
+    """Run the server with SGLang's command line."""
     secret = Hidden(os.environ.pop(SECRET_VARIABLE, ""))
     if not secret:
         sys.exit(f"{SECRET_VARIABLE} is not set: it is what an engine and those whom it obeys share")
     os.umask(0o077)
-    # Processes that SGLang starts get the same path, and find the plug-in by its entry point.
+    # SGLang's child processes inherit this path, and find the plug-in by its entry point.
     sys.path.append(str(Path(__file__).resolve().parents[3]))
-    # It speaks to itself over HTTP, with the secret: never through a proxy.
+    # The server sends itself HTTP requests with the secret, which must not go through a proxy.
     os.environ["no_proxy"] = os.environ["NO_PROXY"] = "*"
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         if "--nnodes" not in sys.argv:
             words = dict(itertools.pairwise(sys.argv))
-            # SGLang's kernels name what they share after address and port, also where ranks meet elsewhere.
+            # SGLang's kernels name shared resources by address and port, even if the rendezvous is a file.
             os.environ |= {"MASTER_ADDR": words["--host"], "MASTER_PORT": words["--port"]}
             os.environ[MEETING_VARIABLE] = f"file://{folder}/meeting"
         from sglang.launch_server import run_server
@@ -105,7 +105,7 @@ def main() -> None:
         _tell_experts_in_bytes(http_server)
         http_server.app.add_middleware(OnlyWithSecret, secret=secret)
         arguments = prepare_server_args(sys.argv[1:])
-        arguments.api_key = secret  # with which it speaks to itself
+        arguments.api_key = secret  # for its requests to itself
         try:
             run_server(arguments)
         finally:

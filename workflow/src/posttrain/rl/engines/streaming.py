@@ -1,7 +1,7 @@
-"""One streamed request to an engine or to any endpoint that speaks OpenAI's interface, and when its tokens came.
+"""Sends a streamed request to an engine or an OpenAI-compatible endpoint, and records when its tokens arrive.
 
-Times are those at which this process has read a chunk. A request that is turned away before its answer begins (HTTP 429
-or 503, no connection) is sent again a few times; its time runs on from the first sending, since its sender waits.
+Times are when this process reads a chunk. A request rejected before its answer begins (HTTP 429 or 503, no connection)
+is retried a few times; its time counts from the first attempt, because the user waits.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from posttrain.rl.engines.secret import authorization
 
 COMPLETIONS, CHAT, GENERATE = "completions", "chat", "generate"
 PATHS = {COMPLETIONS: "/v1/completions", CHAT: "/v1/chat/completions", GENERATE: "/generate"}
-# Too many requests, and no room for one now.
+# HTTP 429 and 503: too many requests, and temporarily unavailable.
 TURNED_AWAY = (429, 503)
-# A context has fewer tokens.
+# No model has a longer context.
 MAX_COUNT = 1 << 40
-# A stream may have so many bytes, and so many more for each token: names, counts and pauses come with it.
+# Limit on a stream's bytes: a base and an allowance per token, for metadata and keep-alives.
 STREAM_BYTES, STREAM_BYTES_OF_A_TOKEN = 1 << 20, 1 << 14
-# What a chunk of a conversation may hold of an answer.
+# Fields of a chat chunk that may hold parts of an answer.
 _TEXTS = ("content", "reasoning_content", "reasoning", "tool_calls")
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
@@ -44,13 +44,13 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a model answers.
+    """The address of a served model.
 
     Args:
         url: "http://host:port".
-        model: What the endpoint calls it; /generate has no names.
+        model: The model's name at the endpoint; /generate needs none.
         api: `COMPLETIONS`, `CHAT`, or SGLang's own `GENERATE`.
-        secret: Shown as a bearer's token; empty: none.
+        secret: Bearer token; empty: none.
     """
 
     url: str
@@ -60,19 +60,19 @@ class Endpoint:
 
     @property
     def headers(self) -> dict[str, str]:
-        """What every request shows."""
+        """HTTP headers of every request."""
         return authorization(self.secret) if self.secret else {}
 
 
 @dataclass(frozen=True)
 class StreamedRequest:
-    """A response of a fixed length that is asked for.
+    """A request for a response of fixed length.
 
     Args:
         prompt: Token ids or text; for `CHAT` messages.
-        output_tokens: The response has exactly so many: the end token is ignored.
-        seed: Of sampling; not sent where nothing is sampled.
-        temperature: 0 takes the likeliest token.
+        output_tokens: Exact length of the response: the end token is ignored.
+        seed: Sampling seed; not sent for greedy decoding.
+        temperature: 0 is greedy.
     """
 
     prompt: Prompt
@@ -83,14 +83,14 @@ class StreamedRequest:
 
 @dataclass
 class Timeline:
-    """When the tokens of one request came, in seconds of this machine's monotonic clock.
+    """Arrival times of one request's tokens, in seconds of this machine's monotonic clock.
 
     Args:
-        sent: When the request was sent for the first time.
-        chunks: When each chunk with tokens was read.
-        output_tokens: Tokens of the response, by the endpoint's count where it gives one.
-        input_tokens: Tokens of the prompt, the same.
-        retries: How often it was turned away.
+        sent: Time of the first attempt.
+        chunks: Time at which each chunk with tokens was read.
+        output_tokens: Tokens of the response, by the endpoint's count if given.
+        input_tokens: Tokens of the prompt, likewise.
+        retries: Number of rejections.
     """
 
     sent: float
@@ -101,10 +101,10 @@ class Timeline:
 
 
 async def served_models(session: aiohttp.ClientSession, endpoint: Endpoint) -> dict[str, int | None]:
-    """Return the models that an endpoint names, each with its longest context where that is told.
+    """Return an endpoint's models, each with its maximum context if reported.
 
     Raises:
-        EngineError: Nothing answers there, or something that has no list of models.
+        EngineError: Nothing answers, or the endpoint has no list of models.
     """
     path = f"{endpoint.url}/v1/models"
     try:
@@ -119,7 +119,7 @@ async def served_models(session: aiohttp.ClientSession, endpoint: Endpoint) -> d
 
 
 def _count(value: Any) -> int | None:
-    """Return a count that an endpoint gives; None where it gives none."""
+    """Return an endpoint's count, None if absent."""
     if value is None:
         return None
     if not isinstance(value, int) or not 0 <= value <= MAX_COUNT:
@@ -128,16 +128,16 @@ def _count(value: Any) -> int | None:
 
 
 def open_session(total_seconds: float, **options: Any) -> aiohttp.ClientSession:
-    """Return a session that reads no compressed answers, and gives up a request after some time."""
+    """Return a session with a request timeout that refuses compressed answers."""
     timeout = aiohttp.ClientTimeout(total=total_seconds)
     return aiohttp.ClientSession(timeout=timeout, headers=PLAIN, auto_decompress=False, **options)
 
 
 async def stream(session: aiohttp.ClientSession, endpoint: Endpoint, request: StreamedRequest) -> Timeline:
-    """Send a request and note when its tokens come.
+    """Send a request and record when its tokens arrive.
 
     Raises:
-        EngineError: The endpoint refuses, breaks off, tells an error, or answers with another number of tokens.
+        EngineError: The endpoint refuses, breaks off, reports an error, or returns another number of tokens.
     """
     data = json.dumps(_body(endpoint, request)).encode()
     timeline = Timeline(time.perf_counter())
@@ -154,7 +154,7 @@ async def stream(session: aiohttp.ClientSession, endpoint: Endpoint, request: St
 async def _try(
     session: aiohttp.ClientSession, endpoint: Endpoint, data: bytes, timeline: Timeline, most_bytes: int
 ) -> float | None:
-    """Send once and read the answer; seconds to wait where the request was turned away."""
+    """Send once and read the answer; returns the seconds to wait if the request was rejected."""
     path = PATHS[endpoint.api]
     wait = RETRY_SECONDS * 2**timeline.retries if timeline.retries < NUM_CONNECTION_RETRIES else None
     headers = {"Content-Type": "application/json", **endpoint.headers}
@@ -183,7 +183,7 @@ async def _try(
 
 
 def _take(timeline: Timeline, now: float, chunk: Mapping[str, Any], endpoint: Endpoint) -> None:
-    """Note a chunk: its time, if tokens came with it, and how many there are so far."""
+    """Record a chunk: its time, if it has tokens, and the token count so far."""
     if "error" in chunk:
         raise EngineError(f"{endpoint.url} tells within its answer: {str(chunk['error'])[:MAX_ERROR_CHARACTERS]}")
     if endpoint.api == GENERATE:
@@ -194,7 +194,7 @@ def _take(timeline: Timeline, now: float, chunk: Mapping[str, Any], endpoint: En
         count = _count(usage["completion_tokens"]) or 0
         timeline.input_tokens = _count(usage["prompt_tokens"]) or 0
     else:
-        # Who counts nothing is taken to send a token with every text, until the last chunk says how many there were.
+        # Without counts, assume one token per chunk with text, until the last chunk reports the total.
         count = timeline.output_tokens + any(map(_has_text, chunk.get("choices", ())))
     if count > timeline.output_tokens and (endpoint.api == GENERATE or chunk.get("choices")):
         timeline.chunks.append(now)
@@ -208,13 +208,13 @@ def _has_text(choice: Mapping[str, Any]) -> bool:
 
 def _body(endpoint: Endpoint, request: StreamedRequest) -> dict[str, Any]:
     length, same = request.output_tokens, {"ignore_eos": True, "temperature": request.temperature}
-    # The likeliest token needs no seed, for which an engine would keep a generator for each request.
+    # Greedy decoding needs no seed, for which an engine would keep a generator per request.
     seed = {"sampling_seed" if endpoint.api == GENERATE else "seed": request.seed} if request.temperature else {}
     if endpoint.api == GENERATE:
         sampling = {"max_new_tokens": length, **seed, **same}
         return {"input_ids": list(request.prompt), "sampling_params": sampling, "stream": True}
     prompt = {"messages": request.prompt} if endpoint.api == CHAT else {"prompt": request.prompt}
-    # Counts with every chunk tell tokens without a text, half a character say, from chunks without a token.
+    # Counts in every chunk distinguish tokens without text (half a character) from chunks without tokens.
     options = {"include_usage": True, "continuous_usage_stats": True}
     told = {"max_tokens": length, **seed, "stream": True, "stream_options": options, **same}
     return {"model": endpoint.model, **prompt, **told}

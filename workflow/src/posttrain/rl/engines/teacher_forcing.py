@@ -1,6 +1,6 @@
-"""Teacher forcing: log-probabilities of given tokens, over SGLang's interface or OpenAI's.
+"""Teacher forcing: log-probabilities of given tokens, over SGLang's or OpenAI's API.
 
-Nothing is sampled that counts: the log-probabilities are those of a prompt's tokens, at temperature 1.
+The log-probabilities are those of prompt tokens, at temperature 1; sampled tokens are ignored.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from posttrain.http_answers import MALFORMED
 from posttrain.rl.engines.calls import EngineError
 from posttrain.rl.engines.client import EngineClient
 
-# Tokens of one place with their log-probabilities.
+# Tokens at one position with their log-probabilities.
 Likeliest = list[tuple[int, float]]
 ABOUT_SECONDS = 60.0
-# One token has to be asked for, since not every server takes none. It is not looked at but for how likely it is.
+# Request one token, because not every server accepts zero. Only its probability is used.
 ONE_TOKEN = {"max_tokens": 1, "temperature": 1.0, "top_p": 1.0}
 
 
@@ -24,12 +24,12 @@ class ForcedTokens(EngineClient):
     """A client of one server that computes log-probabilities of given tokens.
 
     Args:
-        url: Of the server, "http://host:port".
-        secret: What it wants to be shown; empty where it obeys whoever reaches it.
-        request_timeout_seconds: Every answer must come within this.
+        url: Server URL, "http://host:port".
+        secret: The server's secret; empty: none.
+        request_timeout_seconds: Every answer must arrive within this.
     """
 
-    # Of log-probabilities of four prompts.
+    # Enough for log-probabilities of four prompts.
     _max_answer_bytes = 64 << 20
 
     def __init__(self, url: str, secret: str, request_timeout_seconds: float):
@@ -38,11 +38,11 @@ class ForcedTokens(EngineClient):
             self._headers = {}
 
     def _seconds_of(self, method: str) -> float:
-        # A server that computes nothing has nothing to wait for.
+        # An idle server must answer at once.
         return min(ABOUT_SECONDS, self._timeout_seconds) if method == "GET" else self._timeout_seconds
 
     async def interface(self) -> str:
-        """Return "sglang" where the server has SGLang's own interface for prompts, else "openai"."""
+        """Return "sglang" if the server has SGLang's /generate, else "openai"."""
         try:
             (about,) = await self.server_info()
         except EngineError:
@@ -50,10 +50,10 @@ class ForcedTokens(EngineClient):
         return "sglang" if isinstance(about, dict) else "openai"
 
     async def model_name(self) -> str:
-        """Return what clients have to call the model.
+        """Return the model's name for requests.
 
         Raises:
-            EngineError: The server has no OpenAI interface, or serves nothing.
+            EngineError: The server has no OpenAI API, or serves no model.
         """
         answer = await self._ask("GET", "/v1/models")
         try:
@@ -67,32 +67,32 @@ class ForcedTokens(EngineClient):
         """Return the log-probability of each token of each continuation.
 
         Args:
-            pairs: Token ids of a prompt, and of the continuation that is forced on the model.
+            pairs: Token ids of a prompt, and of the forced continuation.
             interface: "sglang" or "openai".
 
         Returns:
-            None for a token of which the server says nothing.
+            One list per continuation; None for a token without a value from the server.
 
         Raises:
-            EngineError: It does not compute such, or answers something else.
+            EngineError: The server does not compute them, or gives a malformed answer.
         """
         one = self._by_generate if interface == "sglang" else self._by_completions
         name = "" if interface == "sglang" else await self.model_name()
         return list(await asyncio.gather(*(one(prompt, response, name) for prompt, response in pairs)))
 
     async def likeliest(self, prompt: Sequence[int], response: Sequence[int], count: int) -> list[Likeliest]:
-        """Return the likeliest tokens in the place of each token of a continuation, over SGLang's interface.
+        """Return the top tokens at each position of a continuation, over SGLang's API.
 
         Args:
             prompt: Token ids.
-            response: Those that are forced on the model behind it.
-            count: How many tokens of each place.
+            response: Token ids of the forced continuation.
+            count: Number of top tokens per position.
 
         Returns:
-            Pairs of a token and its log-probability, of each place, the likeliest first.
+            (token, log-probability) pairs for each position, most likely first.
 
         Raises:
-            EngineError: The server does not tell them.
+            EngineError: The server does not report them.
         """
         meta = await self._forced(prompt, response, {"top_logprobs_num": count})
         try:
@@ -112,12 +112,12 @@ class ForcedTokens(EngineClient):
             raise EngineError(f"{self._engines[0]}: /generate has log-probabilities that are no numbers") from error
 
     async def _forced(self, prompt: Sequence[int], response: Sequence[int], more: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what /generate tells of a continuation that is given to it, without what stands before."""
+        """Return /generate's values for a given continuation, without those of the prompt."""
         body = {
             "input_ids": [*prompt, *response],
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0, "top_p": 1.0},
             "return_logprob": True,
-            # The first of them follows nothing that is looked at, and has none.
+            # The first entry has no log-probability.
             "logprob_start_len": len(prompt) - 1,
             **more,
         }
@@ -147,7 +147,7 @@ class ForcedTokens(EngineClient):
         return values[len(prompt) : count]
 
     async def first_of_tokens(self, prompt: Sequence[int], name: str) -> float:
-        """Return how likely the likeliest first token is behind a prompt of token ids."""
+        """Return the log-probability of the most likely next token after a prompt of token ids."""
         body = {"model": name, "prompt": list(prompt), "logprobs": 1, **ONE_TOKEN}
         answer = await self._ask("POST", "/v1/completions", body)
         try:
@@ -162,7 +162,7 @@ class ForcedTokens(EngineClient):
         template_kwargs: Mapping[str, Any],
         name: str,
     ) -> tuple[int, float]:
-        """Return how many tokens the server makes of a conversation, and how likely the likeliest one behind it is."""
+        """Return a conversation's token count on the server, and the most likely next token's log-probability."""
         body = {
             "model": name,
             "messages": [dict(message) for message in messages],

@@ -1,13 +1,12 @@
-"""Named tensors as text, in the form that SGLang's `update_weights_from_tensor` unpickles.
+"""Serialises named tensors as text in the format of SGLang's `update_weights_from_tensor`.
 
-The request holds, per rank of an engine, the base64 of a pickled list of (name, tensor). SGLang 0.5.23
-unpickles it with a list of allowed globals (`SafeUnpickler`). Its own sender puts shared-memory handles
-there, which need both ends on one host and a helper process. Here the tensors travel by value: their bytes
-stand once, in one storage per bucket, and each tensor is a view into it, rebuilt by
-`torch._utils._rebuild_tensor_v3`. Both names are on SGLang's list.
+The request holds, per engine rank, the base64 of a pickled list of (name, tensor). SGLang 0.5.23 unpickles it
+with a list of allowed globals (`SafeUnpickler`). Its own sender passes shared-memory handles, which need both
+ends on one host and a helper process. Here tensors are sent by value: their bytes are in one storage per
+bucket, and each tensor is a view into it, rebuilt by `torch._utils._rebuild_tensor_v3`. Both names are on
+SGLang's list.
 
-The embedded engine reads the same payload with a shorter list: nothing but tensors of the types below gets
-through.
+The embedded engine reads the same payload with a shorter list, which admits only tensors of the types below.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from posttrain.errors import reason_of
 
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
 
-# Every tensor starts at a multiple of this, which all element sizes divide.
+# Tensor alignment in bytes, a multiple of all element sizes.
 ALIGNMENT_BYTES = 16
 PICKLE_PROTOCOL = 4
 SERVED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 
 
 class PayloadError(ValueError):
-    """A payload that is not a list of named tensors, or that asks for more than tensors."""
+    """A payload that is not a list of named tensors, or contains anything else."""
 
 
 def serialize_bucket(named_tensors: NamedTensors) -> str:
@@ -65,7 +64,7 @@ def deserialize_bucket(payload: str) -> list[tuple[str, torch.Tensor]]:
     """Return the named tensors of a payload.
 
     Raises:
-        PayloadError: When it is damaged, holds something else, or names a global that tensors do not need.
+        PayloadError: It is damaged, holds something else, or names a global that tensors do not need.
     """
     try:
         named_tensors = _TensorUnpickler(io.BytesIO(base64.b64decode(payload, validate=True))).load()
@@ -86,7 +85,7 @@ def deserialize_bucket(payload: str) -> list[tuple[str, torch.Tensor]]:
 
 @dataclass(frozen=True)
 class _View:
-    """Stands for a tensor while pickling, so that all tensors of a bucket share one pickled storage."""
+    """Placeholder for a tensor while pickling, so that all tensors of a bucket share one pickled storage."""
 
     storage: torch.storage.TypedStorage
     offset: int
@@ -108,7 +107,7 @@ class _View:
 
 
 class _TensorUnpickler(pickle.Unpickler):
-    """Unpickles tensors and their containers; every other global is refused by name."""
+    """Unpickles tensors and their containers; refuses every other global by name."""
 
     _REBUILD = ("_rebuild_tensor_v2", "_rebuild_tensor_v3")
 

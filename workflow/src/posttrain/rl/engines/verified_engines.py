@@ -1,4 +1,4 @@
-"""Engines that a measurement asks: they serve what was exported, or nothing is counted."""
+"""Verifies that engines serve the exported weights before a measurement."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from posttrain.rl.engines.reference_logprobs import hold, near
 
 log = logging.getLogger(__name__)
 
-# Who asks has waited until they are healthy, or is told that they run.
+# Callers have waited until engines are healthy, or know that they run.
 HEALTHY_SECONDS = 30.0
 
 
@@ -27,17 +27,17 @@ HEALTHY_SECONDS = 30.0
 async def verified_engines(
     config: Config, engines: EngineEndpoints, checkpoint: Path, has_chat: bool = False
 ) -> AsyncIterator[EngineClient]:
-    """Give a client of engines as `client_of` does, when each was held against the checkpoint's canary.
+    """Yield a client like `client_of`, after comparing each engine with the checkpoint's reference log-probabilities.
 
     Args:
-        config: Of the engines.
-        engines: Who is asked.
-        checkpoint: In Hub layout; what they have to serve.
-        has_chat: Conversations are sent, which the engine renders.
+        config: The engines' configuration.
+        engines: The engines.
+        checkpoint: The checkpoint that they must serve, in Hub layout.
+        has_chat: Requests are conversations, which the engine renders.
 
     Raises:
-        ConfigError: Naming every engine that serves something else.
-        RuntimeError: One is not ready in time, has ended, or cannot be asked.
+        ConfigError: Engines serve other weights; names each.
+        RuntimeError: An engine is not ready in time, has ended, or does not answer.
     """
     async with client_of(config, engines) as client:
         await verify_all(engines.urls, engines.secret, checkpoint, has_chat)
@@ -45,12 +45,12 @@ async def verified_engines(
 
 
 async def verify_all(urls: Sequence[str], secret: str, checkpoint: Path, has_chat: bool) -> None:
-    """Hold servers against the canary of what they have to serve; a base model has none, and nothing is compared.
+    """Compare servers with the checkpoint's reference log-probabilities; a base model has none and is not compared.
 
     Raises:
-        ConfigError: Naming every server that serves something else; or the precision is not known here.
-        CheckpointError: The canary or `config.json` cannot be read.
-        RuntimeError: A server cannot be asked.
+        ConfigError: Servers serve other weights (names each), or the precision is unknown.
+        CheckpointError: The reference log-probabilities or `config.json` cannot be read.
+        RuntimeError: A server does not answer.
     """
     canary = read_reference_logprobs(checkpoint)
     if canary is None:

@@ -1,9 +1,8 @@
-"""Data, template and graders together, looked at before anything is trained.
+"""Checks data, chat template and graders together before training.
 
-A run whose labels no grader understands trains for days on rewards of 0 and says nothing. So every label is graded as
-if it were the response, once to its own prompt and once to another row's: the first must have full marks, the second
-must not. Other graders show what they say of a few responses. What else can be told from prompts and
-tokenizer alone is told, too, and refuses nothing.
+A run whose labels no grader understands would silently train for days on rewards of 0. So every label is graded as a
+response, once to its own prompt and once to another row's: the first must score 1, the second must not. For other
+graders, verdicts on a few responses are shown. Findings from prompts and tokenizer alone are reported as warnings.
 """
 
 from __future__ import annotations
@@ -36,22 +35,22 @@ from posttrain.rl.rollout.offline_responses import OfflineResponses
 from posttrain.types import Prompt, label_text
 
 NUM_EXAMPLES = 10
-# Before the name of a suite, where sources have names.
+# Prefix of suites among the names of sources.
 _SUITE = "suite "
 
 
 @dataclass(frozen=True)
 class DataCheck:
-    """What was found.
+    """Findings of the data check.
 
     Args:
-        problems: What a run is refused for.
-        warnings: What is to be known.
+        problems: Reasons to refuse the run.
+        warnings: Notes for the user.
         examples: Some rendered prompts, each {"text", "num_tokens", "label", "source"}.
         lengths: Tokens of the prompts: shortest, median, longest.
-        left_out: `prompt_id` of each prompt that is not trained on, being too long.
+        left_out: `prompt_id` of each prompt that is too long for training.
         labels: One for each source whose first grader needs labels.
-        verdicts: One for each grader that needs none, source by source.
+        verdicts: One for each grader that needs none, by source.
     """
 
     problems: Sequence[Problem]
@@ -63,7 +62,7 @@ class DataCheck:
     verdicts: Sequence[ShownVerdict]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as plain JSON types."""
+        """Return the findings as plain JSON types."""
         return {
             "problems": [problem.as_dict() for problem in self.problems],
             "warnings": [problem.as_dict() for problem in self.warnings],
@@ -78,18 +77,18 @@ class DataCheck:
 def check_data(
     config: Config, folder: Path, train: Sequence[Prompt], heldout: Sequence[Prompt], suites: Sequence[EvalTask] = ()
 ) -> DataCheck:
-    """Look at a dataset with a model's tokenizer and the graders of the configuration.
+    """Check a dataset with the model's tokenizer and the configured graders.
 
     Args:
         config: The resolved configuration.
         folder: The checkpoint, with tokenizer and chat template.
         train: Prompts to train on.
         heldout: Prompts held out.
-        suites: What else is measured on.
+        suites: Prompts of the evaluation suites.
 
     Raises:
         CheckpointError: The tokenizer cannot be used.
-        ConfigError: The template does not take a prompt, or a response that is given cannot be learned.
+        ConfigError: The template rejects a prompt, or an offline response cannot be used for training.
         RuntimeError: Graders failed more often than `reward.max_failure_share` allows.
     """
     chat = ChatTokenizer(folder, config.data.chat_template_kwargs)
@@ -140,7 +139,7 @@ def check_data(
 async def _ask_graders(
     config: Config, chat: ChatTokenizer, prompts: Sequence[Prompt]
 ) -> tuple[list[LabelCheck], list[ShownVerdict]]:
-    """Return what each source's labels say when they are responses, and what other graders say."""
+    """Return the label check of each source, and the other graders' verdicts."""
     checks = []
     with GraderPool.of(config) as pool:
         scorer = Scorer(config, pool)
@@ -153,7 +152,7 @@ async def _ask_graders(
 
 
 async def _check_suites(suites: Sequence[EvalTask]) -> list[LabelCheck]:
-    """Return what each suite's labels say when they are responses to it."""
+    """Return the label check of each suite."""
     checks = []
     for suite in suites:
         with GraderPool.of(suite.config) as pool:
@@ -209,7 +208,7 @@ def _overlaps(train: Sequence[Prompt], heldout: Sequence[Prompt], measured: Sequ
 
 
 def _failing_graders(config: Config, verdicts: Sequence[ShownVerdict]) -> list[Problem]:
-    """Return the graders that failed for more of the few responses than a step may have."""
+    """Return the graders whose failure share on the few responses exceeds a step's limit."""
     most, problems = config.reward.max_failure_share, []
     for one in verdicts:
         if len(one.failures) > share_of(most, one.num_tried):
@@ -235,18 +234,18 @@ def _one_value(checks: Sequence[LabelCheck | ShownVerdict]) -> list[Problem]:
 
 
 def _asked(prompt: Prompt) -> str:
-    """Return what the user says: a system prompt is the same for all."""
+    """Return the user's messages: a system prompt is the same for all."""
     return "\n".join(str(message.get("content") or "") for message in prompt.messages if message["role"] != "system")
 
 
 def _spread(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
-    """Return some prompts from all over."""
+    """Return some prompts, spread evenly."""
     stride = max(1, len(prompts) // count)
     return list(prompts[::stride][:count])
 
 
 def print_check(found: DataCheck) -> None:
-    """Print what a user wants to see before a first run."""
+    """Print the findings that a user wants to see before a first run."""
     console = Console(highlight=False, soft_wrap=True)
     for number, example in enumerate(found.examples, start=1):
         source = f", {example['source']}" if example["source"] else ""

@@ -1,8 +1,8 @@
-"""Checks that an export is the trained model: transformers loads it and must give the trainer's log-probabilities.
+"""Checks that an export is the trained model: transformers must load it and reproduce the trainer's log-probabilities.
 
-Three faults leave no tensor missing: a stale copy of another tensor, a tensor under a name that transformers reads as
-another one, and a config that makes another model of the same tensors. Bytes show the first, log-probabilities the
-others. transformers computes in FP32, so only the trainer has rounded, and the bound is that of BF16.
+Three faults leave no tensor missing: a stale copy of a tied tensor, a tensor under another one's name, and a config
+that describes another model with the same tensors. Comparing bytes finds the first, log-probabilities the others.
+transformers computes in FP32, so only the trainer rounds, and the limit is that of BF16.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from posttrain.rl.evaluation.layerwise import Loading, logprobs_by_layer, logpro
 log = logging.getLogger(__name__)
 
 STEP = "check_export"
-# Weights are rounded to BF16 and computed with in FP32, or the trainer computed in BF16: one rounding, not both.
+# Either the weights are rounded to BF16 for the export, or the trainer computed in BF16: one rounding, not both.
 BOUND = BOUNDS["bf16"]
-# As many lines as a terminal shows.
+# Lines that fit in a terminal.
 MOST_LINES = 20
 _REMEDY = "do not use it; export it again with this version (export.check=off skips this check)"
 
 
 def check_export(folder: Path, model: Model, way: str) -> dict[str, Any]:
-    """Load an export with transformers and compare it with what was trained.
+    """Load an export with transformers and compare it with the trained model.
 
     Args:
         folder: The exported checkpoint.
@@ -41,12 +41,12 @@ def check_export(folder: Path, model: Model, way: str) -> dict[str, Any]:
         way: "whole" or "layers".
 
     Returns:
-        The findings, as plain JSON types; `canary` is null where the trainer has recorded no log-probabilities.
+        The findings as plain JSON types; `canary` is null if the trainer recorded no reference log-probabilities.
 
     Raises:
-        CheckpointError: It is not a whole checkpoint.
-        ConfigError: A copy differs from what it copies, transformers misses or does not know a tensor, or its
-            log-probabilities are not the trainer's.
+        CheckpointError: The checkpoint is incomplete.
+        ConfigError: A copy differs from its original, transformers misses or does not know a tensor, or its
+            log-probabilities differ from the trainer's.
     """
     import transformers
 
@@ -71,7 +71,7 @@ def check_export(folder: Path, model: Model, way: str) -> dict[str, Any]:
 
 
 def in_words(found: dict[str, Any]) -> str:
-    """Return a check's finding as a sentence."""
+    """Return the findings as a sentence."""
     if found["check"] == "off":
         return "not checked (export.check=off)"
     ways = {"whole": "whole", "layers": "layer by layer"}

@@ -1,9 +1,9 @@
 """Accuracy of a served model on held-out prompts.
 
-The same prompts and the same seeds before and after training: sample k of a prompt has the same random
-numbers in both, whatever the engines and the batches. `pass_rate` is the share of responses that pass, and
-`pass_at_k` the share of prompts of which at least one of the k responses does. A response passes when its
-first grader gives 1. One that could not be graded does not pass, and is counted.
+Prompts and seeds are the same before and after training: sample k of a prompt has the same random numbers in
+both, with any engines and batches. `pass_rate` is the share of responses that pass, and `pass_at_k` the share
+of prompts for which at least one of the k responses passes. A response passes if its first grader gives 1. A
+response that could not be graded counts as not passed.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from posttrain.rl.reward.scoring import Scored, Scorer, check_failures
 from posttrain.rl.rollout.response_text import answer_of
 from posttrain.types import Prompt
 
-# Of a task: what was asked, a result for each request, and the seconds that sampling took.
+# A task's requests, a result for each, and the seconds of sampling.
 Sampled = tuple[list[GenerateRequest], list[GenerateResult], float]
 Then = Callable[[EngineEndpoints, Sequence[Sampled]], Awaitable[None]]
-# As many as somebody reads in a report.
+# Examples in a report.
 NUM_EXAMPLES = 24
 
 
 @dataclass(frozen=True)
 class GradedResponse:
-    """One response to a held-out prompt.
+    """One graded response to a held-out prompt.
 
     Args:
-        prompt: What was asked.
+        prompt: The prompt.
         sample_index: 0 to k - 1.
         text: The response without its end token.
-        num_tokens: Its length, the end token included.
-        is_truncated: It was cut at the longest allowed length.
-        scored: What the graders say.
+        num_tokens: Its length, including the end token.
+        is_truncated: It reached the length limit.
+        scored: The graders' results.
     """
 
     prompt: Prompt
@@ -64,19 +64,19 @@ class GradedResponse:
 
     @property
     def passes(self) -> bool:
-        """See the head of this file."""
+        """Whether the response passes; see the module docstring."""
         return self.scored.reward is not None and has_passed(self.scored.scores, self.scored.reward)
 
 
 @dataclass(frozen=True)
 class EvalTask:
-    """Prompts, and how they are asked and graded.
+    """An evaluation task: prompts, and how to sample and grade them.
 
     Args:
-        name: Of the suite; `HELD_OUT` for the held-out prompts.
-        config: A configuration whose held-out prompts they are (`config.suites.eval_tasks_of`): `evaluation`, `engine`,
-            `rollout.max_response_tokens` and `data.reward` count.
-        prompts: In the order of their file.
+        name: Name of the suite; `HELD_OUT` for the held-out prompts.
+        config: The task's configuration (`config.suites.eval_tasks_of`); `evaluation`, `engine`,
+            `rollout.max_response_tokens` and `data.reward` apply.
+        prompts: In file order.
     """
 
     name: str
@@ -85,11 +85,11 @@ class EvalTask:
 
 
 def read_eval_tasks(config: Config, folders: Mapping[str, Path]) -> list[EvalTask]:
-    """Return the evaluation tasks of a run, the held-out prompts first.
+    """Return a run's evaluation tasks, with the held-out prompts first.
 
     Args:
         config: The resolved configuration.
-        folders: By the name of each task, the folder with its `heldout.jsonl`.
+        folders: Task name -> folder with its `heldout.jsonl`.
     """
     return [
         EvalTask(name, of_exam, load_prompts(folders[name] / HELDOUT))
@@ -98,7 +98,7 @@ def read_eval_tasks(config: Config, folders: Mapping[str, Path]) -> list[EvalTas
 
 
 def read_suites(config: Config, folders: Mapping[str, Path]) -> list[EvalTask]:
-    """Return the same without the held-out prompts."""
+    """Return a run's evaluation tasks without the held-out prompts."""
     eval_tasks = eval_tasks_of(config)
     return [EvalTask(name, eval_tasks[name], load_prompts(folder / HELDOUT)) for name, folder in folders.items()]
 
@@ -106,21 +106,21 @@ def read_suites(config: Config, folders: Mapping[str, Path]) -> list[EvalTask]:
 def evaluate_checkpoint(
     config: Config, checkpoint: Path, eval_tasks: Sequence[EvalTask], log_folder: Path
 ) -> dict[str, dict[str, Any]]:
-    """Serve a checkpoint, hold engines against its canary, sample every prompt k times, grade, and summarise.
+    """Serve a checkpoint, verify the engines, sample every prompt k times, grade, and summarise.
 
     Args:
-        config: The configuration of the engines (`serving_config`).
+        config: The engines' configuration (`serving_config`).
         checkpoint: In Hub layout, BF16 or FP8, with tokenizer and chat template.
-        eval_tasks: What is asked.
-        log_folder: For the engines' logs.
+        eval_tasks: The tasks.
+        log_folder: Folder for the engines' logs.
 
     Returns:
-        By the name of each task, see `summarize`; and `tokens_per_second`, sampled tokens per second of sampling, the
-        one key that differs from run to run.
+        Task name -> summary, see `summarize`; each with `tokens_per_second`, the sampling throughput, the only key
+        that differs from run to run.
 
     Raises:
-        ConfigError: An engine serves something else than what was trained.
-        RuntimeError: When an engine does not start or fails.
+        ConfigError: An engine serves other weights than those trained.
+        RuntimeError: An engine does not start or fails.
     """
     answered = answer_eval_tasks(config, checkpoint, eval_tasks, log_folder, is_held=True)
     return {
@@ -130,13 +130,13 @@ def evaluate_checkpoint(
 
 @dataclass(frozen=True)
 class Answered:
-    """A task that an engine has answered; a request, a result and a graded response for each sample.
+    """A completed task: a request, a result and a graded response for each sample.
 
     Args:
-        requests: What was asked.
-        results: What was answered.
-        graded: What graders say of it.
-        seconds: That sampling took once engines were ready.
+        requests: The requests.
+        results: The engines' results.
+        graded: The graded responses.
+        seconds: Sampling time once engines were ready.
     """
 
     requests: Sequence[GenerateRequest]
@@ -158,18 +158,18 @@ def answer_eval_tasks(
     is_held: bool = False,
     then: Then | None = None,
 ) -> dict[str, Answered]:
-    """Serve a checkpoint, sample, and grade, by the name of each task; see `evaluate_checkpoint`.
+    """Serve a checkpoint, sample and grade; returns task name -> answers; see `evaluate_checkpoint`.
 
     Args:
-        config: The same.
-        checkpoint: The same.
-        eval_tasks: The same.
-        log_folder: The same.
-        is_held: Engines are held against the canary first; not by whoever asks how much a precision loses.
-        then: Asks the engines more when all is sampled.
+        config: See `evaluate_checkpoint`.
+        checkpoint: See `evaluate_checkpoint`.
+        eval_tasks: See `evaluate_checkpoint`.
+        log_folder: See `evaluate_checkpoint`.
+        is_held: Verify the engines first; off for measuring the loss of a precision.
+        then: Called with the client after sampling, for further requests.
     """
     with engines_to_ask(config, checkpoint, log_folder) as engines:
-        # The tokenizer is read while the engines load.
+        # Load the tokenizer while the engines load.
         tokenizer = ChatTokenizer(checkpoint, config.data.chat_template_kwargs)
         ready = verified_engines(config, engines, checkpoint) if is_held else client_of(config, engines)
         sampled = asyncio.run(_sample_all(ready, engines, tokenizer, eval_tasks, then))
@@ -190,7 +190,7 @@ def requests_of(eval_task: EvalTask, tokenizer: ChatTokenizer) -> list[GenerateR
 def make_requests(
     config: Config, prompts: Sequence[Prompt], prompt_tokens: Sequence[Sequence[int]], tag: str = HELD_OUT
 ) -> list[GenerateRequest]:
-    """Return k requests per prompt, the samples of a prompt side by side; the tag makes seeds its own."""
+    """Return k consecutive requests per prompt; the tag separates the seeds of tasks."""
     evaluation = config.evaluation
     return [
         GenerateRequest(
@@ -208,14 +208,14 @@ def summarize(responses: Sequence[GradedResponse]) -> dict[str, Any]:
     """Return the result of an evaluation.
 
     Args:
-        responses: The k samples of each prompt side by side.
+        responses: The k samples of each prompt, consecutive.
 
     Returns:
         pass_rate, pass_at_k, pass_at (see there), num_prompts, num_samples (per prompt, k), num_responses, num_ungraded
-        (responses without a reward), reward_mean of the others, has_partial_credit (a reward is not 0 or 1 as the
-        response passes), lengths in tokens, truncated_fraction; where there are several, the pass rate of each source
-        (pass_rate_by_source) and the mean of each grader (scores); by_prompt (id, pass rate and mean reward, None
-        without a graded response); and the first sample of the first prompts as examples.
+        (responses without a reward), reward_mean of the others, has_partial_credit (some reward is not simply 1 for
+        a pass and 0 otherwise), lengths in tokens, truncated_fraction; if there are several, the pass rate of each
+        source (pass_rate_by_source) and the mean of each grader (scores); by_prompt (id, pass rate and mean reward,
+        None without a graded response); and the first sample of the first prompts as examples.
 
     Example:
         Two prompts with rewards (1, 0) and (0, 0): pass_rate 0.25, pass_at_k 0.5.
@@ -258,14 +258,14 @@ def summarize(responses: Sequence[GradedResponse]) -> dict[str, Any]:
 
 
 def pass_at(passed: Sequence[bool], num_samples: int) -> dict[str, list[float]]:
-    """Return k -> share of prompts that k responses solve, and the ends of its 95 % interval, for k = 1, 2, 4, ..., n.
+    """Return k -> pass@k and the bounds of its 95 % interval, for k = 1, 2, 4, ..., n.
 
-    The estimate is without bias (Chen et al., arXiv:2107.03374, equation 1). The interval is Wilson's, with one trial
-    per prompt: what lies between 0 and 1 varies less than what is one of them, so it is rather too wide.
+    The estimate is unbiased (Chen et al., arXiv:2107.03374, equation 1). The interval is Wilson's with one trial per
+    prompt, which is conservative: values between 0 and 1 vary less than binary ones.
 
     Args:
-        passed: Whether each response passes, those of a prompt side by side.
-        num_samples: Of a prompt, n.
+        passed: Whether each response passes; those of a prompt are consecutive.
+        num_samples: n, samples per prompt.
 
     Example:
         Two prompts of two responses, of which one passes: k = 1 gives 0.25, k = 2 gives 0.5.
@@ -284,7 +284,7 @@ async def sample_responses(
 ) -> list[GenerateResult]:
     """Return one result per request.
 
-    A batch is as large as in training, and as many are in flight as the engines run at a time.
+    Batches are as large as in training, and as many are in flight as the engines run concurrently.
     """
     size = config.engine.groups_per_request * config.rollout.num_samples_per_prompt
     at_a_time = asyncio.Semaphore(max(1, config.engine.max_running_requests // size) * client.num_engines)
@@ -308,7 +308,7 @@ async def _sample_all(
     eval_tasks: Sequence[EvalTask],
     then: Then | None,
 ) -> list[Sampled]:
-    """Return what was asked in each task, a result per request, and the seconds that sampling took."""
+    """Return each task's requests, a result per request, and the seconds of sampling."""
     asked = [(eval_task.config, requests_of(eval_task, tokenizer)) for eval_task in eval_tasks]
     sampled: list[Sampled] = []
     async with ready as client:
@@ -324,10 +324,10 @@ async def _sample_all(
 async def grade_responses(
     eval_task: EvalTask, tokenizer: ChatTokenizer, graders: GraderPool, results: Sequence[GenerateResult]
 ) -> list[GradedResponse]:
-    """Return what the graders of a task say of each result of `requests_of`.
+    """Grade each result of a task's `requests_of`.
 
     Raises:
-        RuntimeError: They failed too often.
+        RuntimeError: Graders failed too often.
     """
     config, count = eval_task.config, eval_task.config.evaluation.num_samples_per_prompt
     asked = [eval_task.prompts[place // count] for place in range(len(results))]

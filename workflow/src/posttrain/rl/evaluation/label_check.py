@@ -1,4 +1,4 @@
-"""Labels graded as if they were responses: to their own prompts, and to others."""
+"""Grades labels as if they were responses: to their own prompts and to others."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from posttrain.rl.reward.answer import Answer
 from posttrain.rl.reward.scoring import Scored, Scorer
 from posttrain.types import Prompt, label_text
 
-# As many rows as are named.
+# Rows named in a message.
 NUM_ROWS_TOLD = 10
-# By so many rows it is chosen how a response states an answer.
+# Rows used to choose the form in which a response states an answer.
 NUM_TRIED = 32
-# Rows that are graded at a time.
+# Rows graded at a time.
 BATCH = 1000
 
 
 @dataclass(frozen=True)
 class LabelCheck:
-    """What the labels of one source say when they are responses.
+    """Result of grading one source's labels as responses.
 
     Args:
         source: Its name.
-        grader: The first of its reward.
-        stated: How a label was made a response.
+        grader: The first grader of its reward.
+        stated: Form in which a response states the label.
         num_rows: Rows with a label.
-        own: Share of them with full marks for their own label.
-        other: Share of them with full marks for another row's different label; None where there is only one.
-        failing: Rows without full marks, each {"row", "label", "score", "why"}; the first.
-        confused: Rows with full marks for another's label, each {"row", "label", "other"}; the first.
-        num_scores: Different scores that were given in all.
+        own: Share of rows that score 1 for their own label.
+        other: Share of rows that score 1 for another row's different label; None if all labels are equal.
+        failing: The first rows that do not score 1, each {"row", "label", "score", "why"}.
+        confused: The first rows that score 1 for another's label, each {"row", "label", "other"}.
+        num_scores: Number of distinct scores.
     """
 
     source: str
@@ -50,13 +50,13 @@ class LabelCheck:
 
 
 async def check_labels(scorer: Scorer, term: Term, rows: Sequence[Prompt], seed: int) -> LabelCheck:
-    """Grade the label of every row, once as the response to it and once to another row with another label.
+    """Grade the label of every row as a response, once to its own row and once to a row with another label.
 
     Args:
-        scorer: Has the grader.
-        term: The grader.
+        scorer: Runs the grader.
+        term: The grader's term.
         rows: Prompts with labels.
-        seed: Of the choice of other rows.
+        seed: Seed for choosing the other rows.
     """
     grader, stated = term.column, await _chosen_form(scorer, term, rows[:NUM_TRIED])
     others = _other_labels(rows, seed)
@@ -90,7 +90,7 @@ async def check_labels(scorer: Scorer, term: Term, rows: Sequence[Prompt], seed:
 
 
 async def _chosen_form(scorer: Scorer, term: Term, rows: Sequence[Prompt]) -> str:
-    """Return how most of some labels have full marks; where there is none, the plain one."""
+    """Return the response form in which most of some labels score 1; the plain form if none does."""
     passed = {}
     for stated in STATED:
         scored = await _graded(scorer, term, rows, [prompt.label for prompt in rows], stated)
@@ -118,7 +118,7 @@ async def _graded(
 
 
 def _other_labels(rows: Sequence[Prompt], seed: int) -> list[Any]:
-    """Return another row's label for each row, of another text; None where all are the same."""
+    """Return for each row another row's label with a different text; None if all labels are equal."""
     texts = [label_text(prompt.label) for prompt in rows]
     if len(set(texts)) == 1:
         return [None] * len(rows)

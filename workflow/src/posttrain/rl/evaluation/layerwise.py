@@ -1,9 +1,9 @@
-"""Log-probabilities of a checkpoint by transformers' own model and loader, whole or a decoder layer at a time.
+"""Computes a checkpoint's log-probabilities with transformers' model and loader, whole or one decoder layer at a time.
 
 A whole model is loaded with `from_pretrained`. A model that does not fit into a node's memory is built on the meta
-device, where weights take no memory. Each sequence runs the model's forward pass in its own thread. The threads meet
-before every decoder layer, which is then loaded from the shards, and after it, when it is dropped. So one layer is in
-memory at a time, and every weight is read once. Both ways compute the same numbers, in FP32.
+device, where weights take no memory. Each sequence runs the forward pass in its own thread. The threads synchronise
+before every decoder layer, which is then loaded from the shards, and after it, when it is dropped. So only one layer is
+in memory at a time, and every weight is read once. Both ways compute the same numbers, in FP32.
 
 Source: transformers 5.23, `PreTrainedModel._load_pretrained_model`.
 """
@@ -29,18 +29,18 @@ from posttrain.report.progress import ProgressBar
 from posttrain.rl.engines.embedded.stable_topk import make_indexers_stable
 
 _ALIASED = ("/model_type", "/architectures")
-# A prompt's tokens and its continuation's.
+# Token ids of a prompt and of its continuation.
 Pair = tuple[Sequence[int], Sequence[int]]
 
 
 @dataclass(frozen=True)
 class Loading:
-    """Problems that transformers reports while it loads a checkpoint.
+    """Problems that transformers reports while loading a checkpoint.
 
     Args:
-        missing: Weights of the model that the checkpoint does not have: they would be random.
-        unexpected: Tensors that the model does not have, those of MTP layers apart.
-        mismatched: Tensors of another shape than the model's, and failed conversions.
+        missing: Weights of the model that the checkpoint lacks, which would be random.
+        unexpected: Tensors that the model lacks, except those of MTP layers.
+        mismatched: Tensors whose shape differs from the model's, and failed conversions.
     """
 
     missing: Sequence[str]
@@ -48,7 +48,7 @@ class Loading:
     mismatched: Sequence[str]
 
     def lines(self) -> list[str]:
-        """Return a line for each tensor that is not as it should be."""
+        """Return a line for each wrong tensor."""
         kinds = {"missing": self.missing, "unexpected": self.unexpected, "another shape": self.mismatched}
         return [f"{name}: {kind}" for kind, names in kinds.items() for name in sorted(names)]
 
@@ -61,10 +61,10 @@ def logprobs_whole(
     Args:
         folder: In Hub layout, not quantised.
         pairs: Prompt and continuation tokens; may be empty.
-        mtp_layers: Numbers of the layers that transformers does not load.
+        mtp_layers: Numbers of the MTP layers, which transformers does not load.
 
     Returns:
-        Natural-log probability of each token of each continuation at temperature 1, and how the loading went.
+        Natural-log probability of each token of each continuation at temperature 1, and the loading problems.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -90,7 +90,7 @@ def logprobs_whole(
 def logprobs_by_layer(
     folder: Path, pairs: Sequence[Pair], mtp_layers: Collection[int]
 ) -> tuple[list[list[float]], Loading]:
-    """Do the same with one decoder layer in memory at a time; see `logprobs_whole`."""
+    """Like `logprobs_whole`, with one decoder layer in memory at a time."""
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # one for each layer
@@ -98,12 +98,12 @@ def logprobs_by_layer(
     try:
         answers = layered.logprobs(pairs) if pairs and not layered.loading.lines() else layered.load_all()
     except _NotWholeError:
-        answers = layered.load_all()  # to report every problem, not the first one
+        answers = layered.load_all()  # to report every problem, not only the first
     return answers, layered.loading
 
 
 def _config_of(folder: Path) -> Any:
-    """Return the model's own configuration: an alias is for stacks that do not know the model, transformers does."""
+    """Return the config under the model's own type; aliases are for stacks that do not know the model."""
     from transformers import AutoConfig
 
     content = read_object(folder / CONFIG)
@@ -130,11 +130,11 @@ def _logprobs(model: Any, pair: Pair) -> list[float]:
 
 
 class _NotWholeError(Exception):
-    """A layer is not as the model has it: nothing can be computed with it."""
+    """A layer does not match the model, so nothing can be computed."""
 
 
 class _LayeredModel:
-    """A model of transformers that has the weights of one decoder layer at a time.
+    """A transformers model that holds the weights of one decoder layer at a time.
 
     Args:
         folder: Checkpoint in Hub layout, not quantised.
@@ -145,7 +145,7 @@ class _LayeredModel:
         from transformers import AutoModelForCausalLM
 
         self._reader, self._mtp_layers = CheckpointReader(folder), mtp_layers
-        # Buffers that no checkpoint holds, like the rotary frequencies, are computed as usual.
+        # Non-persistent buffers, like the rotary frequencies, are computed as usual.
         with _weights_on_meta():
             self._model = AutoModelForCausalLM.from_config(_config_of(folder), dtype=torch.float32)
         self._model.eval()
@@ -165,7 +165,7 @@ class _LayeredModel:
         return _loading(self._missing, self._unexpected, self._mismatched, self._mtp_layers)
 
     def load_all(self) -> list[list[float]]:
-        """Load each layer and drop it again, without a forward pass."""
+        """Load and drop each layer, without a forward pass."""
         with ProgressBar("layers", len(self._layers), "layers") as progress:
             for prefix in self._layers:
                 self._load(prefix, [name for name in self._reader if name.startswith(prefix)])
@@ -173,7 +173,7 @@ class _LayeredModel:
         return []
 
     def logprobs(self, pairs: Sequence[Pair]) -> list[list[float]]:
-        """Ask all at once; see `logprobs_whole`."""
+        """Compute all pairs in one pass over the layers; see `logprobs_whole`."""
         with ProgressBar("layers", len(self._layers), "layers") as progress:
             barriers = []
             for prefix, layer in self._layers.items():
@@ -184,7 +184,7 @@ class _LayeredModel:
             with ThreadPoolExecutor(len(pairs)) as pool:
                 asked = [pool.submit(self._ask, pair, barriers) for pair in pairs]
         failures = [failure for one in asked if (failure := one.exception())]
-        # A failed sequence breaks the barriers of the others: its own error comes first.
+        # A failed sequence breaks the others' barriers: report its own error first.
         for failure in sorted(failures, key=lambda failure: isinstance(failure, threading.BrokenBarrierError)):
             raise failure
         return [one.result() for one in asked]
@@ -210,7 +210,7 @@ class _LayeredModel:
         advance()
 
     def _load(self, prefix: str, names: Sequence[str]) -> None:
-        """Have transformers load some tensors: those of a layer, or with the prefix "" all that are in none."""
+        """Have transformers load the tensors of a layer, or with prefix "" those outside all layers."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_utils import LoadStateDictConfig
@@ -225,7 +225,7 @@ class _LayeredModel:
         self._missing |= set(self._in_place(prefix)) & set(told.missing_keys)
 
     def _in_place(self, prefix: str) -> Iterator[str]:
-        """Yield the names of the model's weights that belong to a layer, or to none; a tied one has its source's."""
+        """Yield the names of the weights in a layer (or outside all layers); a tied weight has its source's name."""
         layers = tuple(self._layers)
         for name in self._model.state_dict():
             is_here = name.startswith(prefix) if prefix else not name.startswith(layers)
@@ -235,7 +235,7 @@ class _LayeredModel:
 
 @contextlib.contextmanager
 def _weights_on_meta() -> Iterator[None]:
-    """Let modules that are built have weights without memory, and buffers with their values."""
+    """Build modules with weights on the meta device, but real buffers."""
     kind: Any = torch.nn.Module
     register = kind.register_parameter
 
@@ -254,7 +254,7 @@ def _weights_on_meta() -> Iterator[None]:
 def _between(
     forward: Callable[..., Any], before: threading.Barrier, behind: threading.Barrier, *given: Any, **named: Any
 ) -> Any:
-    """Run a layer when all sequences have come to it, and go on when all have left it."""
+    """Run a layer once all sequences have reached it, and continue once all have left it."""
     before.wait()
     answer = forward(*given, **named)
     behind.wait()

@@ -1,7 +1,7 @@
-"""lm-eval's suites on a served checkpoint: its own program, in its own environment, through OpenAI's endpoints.
+"""Runs lm-eval on a served checkpoint, as a separate program in its own environment, over OpenAI's endpoints.
 
-What it is asked is a file, what shows it to the engine is in its environment, and what it answers is what it writes
-itself. It knows one address, behind which all engines of the step answer.
+Its request is a file, the engine's secret is in its environment, and its results are the files that it writes. It uses
+one address, which distributes requests over all engines of the step.
 """
 
 from __future__ import annotations
@@ -31,37 +31,37 @@ from posttrain.store import read_json
 
 log = logging.getLogger(__name__)
 
-# Where lm-eval looks for what it shows to an engine.
+# Variable from which lm-eval takes its API key.
 KEY_VARIABLE = "OPENAI_API_KEY"
-# In an error: the end of a traceback.
+# Log lines in an error: the end of a traceback.
 NUM_LOG_LINES = 12
-# lm-eval puts the time into the names of its files.
+# lm-eval's file names contain the time.
 _DATED = re.compile(r"_\d{4}-\d\d-\d\dT[\d.-]+(?=\.jsonl?$)")
 
 
 def evaluate_with_lm_eval(
     config: Config, model: str, checkpoint: Path, folder: Path, log_folder: Path
 ) -> list[dict[str, Any]]:
-    """Serve a checkpoint, let lm-eval ask it, and return what it found.
+    """Serve a checkpoint, run lm-eval on it, and return its results.
 
     Args:
         config: The resolved configuration; `evaluation.lm_eval`, `engine`, `rollout.max_response_tokens` and
-            `data.chat_template_kwargs` count.
-        model: How lm-eval's records call the model.
+            `data.chat_template_kwargs` apply.
+        model: The model's name in lm-eval's records.
         checkpoint: In Hub layout, BF16 or FP8, with tokenizer and chat template.
-        folder: Empty; gets lm-eval's records: `request.yaml`, `results.json`, `samples_{task}.jsonl`, `lm_eval.log`.
-        log_folder: For the engine's log.
+        folder: Empty; receives `request.yaml`, `results.json`, `samples_{task}.jsonl` and `lm_eval.log`.
+        log_folder: Folder for the engine's log.
 
     Returns:
         See `figures_of`.
 
     Raises:
-        ConfigError: The engine serves something else than what was trained.
-        RuntimeError: A task does not exist; the engine or lm-eval ended with an error.
+        ConfigError: The engine serves other weights than those trained.
+        RuntimeError: A task does not exist, or the engine or lm-eval ended with an error.
     """
     wanted = config.evaluation.lm_eval
     include = ["--include_path", wanted.task_folder] if wanted.task_folder else []
-    # It takes seconds, where an engine may load for half an hour.
+    # Check first: it takes seconds, while an engine may load for half an hour.
     _run(config, ["validate", "--tasks", ",".join(wanted.tasks), *include], folder / "lm_eval.log")
     with engines_to_ask(config, checkpoint, log_folder) as engines, one_address(engines.urls) as url:
         asyncio.run(_wait_right(config, engines, checkpoint))
@@ -77,9 +77,9 @@ def evaluate_with_lm_eval(
 def request_of(
     config: Config, model: str, checkpoint: Path, url: str, num_engines: int, folder: Path
 ) -> dict[str, Any]:
-    """Return what lm-eval is asked, as its `--config` has it.
+    """Return lm-eval's request in the format of its `--config`.
 
-    A batch is as large as in training, and as many requests are in flight as the engines run at a time.
+    Batches are as large as in training, and as many requests are in flight as the engines run concurrently.
     """
     wanted = config.evaluation.lm_eval
     size = 1 if wanted.chat else config.engine.groups_per_request * config.rollout.num_samples_per_prompt
@@ -87,7 +87,7 @@ def request_of(
         "model": model,
         "base_url": f"{url}/v1/{'chat/' if wanted.chat else ''}completions",
         "num_concurrent": num_engines * max(1, config.engine.max_running_requests // size),
-        # An answer that fails ends the measurement: nothing is asked twice.
+        # No retries: a failed request ends the measurement.
         "max_retries": 1,
         "timeout": math.ceil(config.engine.request_timeout_seconds),
         "max_length": config.model.architecture.max_position_embeddings,
@@ -142,7 +142,7 @@ def figures_of(results: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _finite(value: Any) -> float | None:
-    """Return a number; of the text "N/A", and of what is no number, None."""
+    """Return a finite number; None for "N/A" or anything else."""
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
@@ -154,16 +154,16 @@ async def _wait_right(config: Config, engines: EngineEndpoints, checkpoint: Path
 def _run(
     config: Config, words: Sequence[str], log_path: Path, engines: EngineEndpoints | None = None, host: str = ""
 ) -> None:
-    """Run lm-eval; it ends with this process.
+    """Run lm-eval; it ends if this process does.
 
     Raises:
-        RuntimeError: It ended with an error, or an engine did.
+        RuntimeError: lm-eval or an engine ended with an error.
     """
     environment = {**os.environ, KEY_VARIABLE: engines.secret if engines else ""}
-    # It asks the Hub through the user's proxy, and shows the secret to the engine alone.
+    # Use the user's proxy for the Hub, but not for the engine, which gets the secret.
     for name in ("no_proxy", "NO_PROXY"):
         environment[name] = ",".join(filter(None, (os.environ.get(name), host)))
-    # Safe path: a folder of the user's must not stand in for a package.
+    # Safe path: a folder of the user must not shadow a package.
     command = [lm_eval_python(config), "-P", "-m", "lm_eval", *words]
     with open(log_path, "ab") as output:
         process = start_child(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
@@ -182,7 +182,7 @@ def _run(
 
 
 def _tidy(folder: Path) -> None:
-    """Give lm-eval's files, below a folder of the model's name, names without times."""
+    """Move lm-eval's files out of the model's subfolder and remove times from their names."""
     for path in sorted((folder / "written").rglob("*.json*")):
         path.rename(folder / _DATED.sub("", path.name))
     shutil.rmtree(folder / "written")

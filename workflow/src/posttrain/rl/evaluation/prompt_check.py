@@ -1,4 +1,4 @@
-"""Prompts as the chat template renders them: those it rejects, what it leaves out of them, labels that they contain."""
+"""Checks rendered prompts: those that the template rejects, fields that it drops, and labels in prompts."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from posttrain.rl.evaluation.heldout import EvalTask
 from posttrain.types import Prompt
 
 log = logging.getLogger(__name__)
-# Of the rows that a template rejects.
+# Rejected rows named in a message.
 NUM_NAMED = 5
 
 
 def render_all(
     chat: ChatTokenizer, train: Sequence[Prompt], heldout: Sequence[Prompt], suites: Sequence[EvalTask]
 ) -> list[int]:
-    """Return the tokens that each training prompt has; the others are rendered to see that they can be.
+    """Return each training prompt's token count; other prompts are only checked to render.
 
     Raises:
-        ConfigError: The template does not take some prompts; it names their rows, messages and reasons.
+        ConfigError: The template rejects prompts; names their rows, messages and reasons.
     """
     files = {TRAIN: train, HELDOUT: heldout} | {f"suite {suite.name}": suite.prompts for suite in suites}
     render = {name: _lengths(chat, name, prompts) for name, prompts in files.items()}
@@ -52,10 +52,10 @@ def _lengths(chat: ChatTokenizer, name: str, prompts: Sequence[Prompt]) -> tuple
 def render_answers(
     chat: ChatTokenizer, train: Sequence[Prompt], answer_of: Callable[[Prompt], Mapping[str, Any]]
 ) -> None:
-    """Render every response to learn.
+    """Render every offline response.
 
     Raises:
-        ConfigError: The template does not take some of them.
+        ConfigError: The template rejects some of them.
     """
     wrong = []
     for row, prompt in enumerate(train, start=1):
@@ -90,7 +90,7 @@ def check_prompts(
         train: Prompts to train on.
         heldout: Prompts held out.
         suites: Prompts of the suites.
-        answer_of: Returns the response to learn, None where responses are sampled.
+        answer_of: Returns a prompt's offline response; None if responses are sampled.
     """
     problems: list[Problem] = []
     warnings = list(_unread(chat, train, answer_of))
@@ -118,7 +118,7 @@ def _unread(
 def _sides(
     config: Config, train: Sequence[Prompt], heldout: Sequence[Prompt], suites: Sequence[EvalTask]
 ) -> dict[str, Sequence[Prompt]]:
-    """Return the prompts with labels of each origin by its key of labels; none of those that are generated."""
+    """Return label key -> labelled prompts for each origin, except generated ones."""
     sides: dict[str, Sequence[Prompt]] = {}
     for name, data in sources_of(config.data).items():
         if data.kind not in GENERATED:

@@ -1,8 +1,7 @@
-"""What graders say that labels are not held against: one answer each with the highest and with the lowest score.
+"""Shows verdicts of graders that labels cannot check: the responses with the highest and the lowest score.
 
-Of the first grader of a source, by which responses pass, labels tell whether it is right, unless it needs none. No
-threshold can be held against the others. So a few responses are made, and whoever reads them sees whether the scores
-are those that he would have given.
+Labels can check the first grader of a source, which decides whether responses pass, if it needs labels. The other
+graders have no threshold to check. So a few responses are made, and the reader judges whether their scores are right.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from posttrain.rl.reward.answer import Answer
 from posttrain.rl.reward.scoring import Scorer
 from posttrain.types import Prompt, label_text
 
-# How a response states an answer, in the order in which they are tried.
+# Forms in which a response states an answer, in the order of trial.
 STATED = (
     "{label}",
     "\\boxed{{{label}}}",
@@ -28,24 +27,24 @@ STATED = (
     "<think>\n</think>\n<answer>{label}</answer>",
     "<think>\n</think>\n\\boxed{{{label}}}",
 )
-# A judge costs money: no grader is asked about more responses than these, of one source.
+# Responses per source and grader; the limit matters because a judge costs money.
 NUM_TRIED = 10
-# Stands for a response that says the same until it is cut.
+# Repetitions that imitate a looping, truncated response.
 _REPETITION = "the same again and " * 200
 
 
 @dataclass(frozen=True)
 class ShownVerdict:
-    """What a grader says of some responses.
+    """A grader's verdicts on some responses.
 
     Args:
         source: Name of the data's source.
         grader: Column of its scores.
-        num_tried: Responses.
-        num_scores: Different scores that were given.
-        highest: {"prompt", "response", "score"} of the response with the highest one; None where none has a score.
-        lowest: The same of the lowest one; None too where all scores are equal.
-        failures: Why there was no score, one reason for each response that the grader failed for.
+        num_tried: Number of responses.
+        num_scores: Number of distinct scores.
+        highest: {"prompt", "response", "score"} of the response with the highest score; None if none has a score.
+        lowest: The same for the lowest score; also None if all scores are equal.
+        failures: One reason for each response that the grader failed on.
     """
 
     source: str
@@ -60,13 +59,13 @@ class ShownVerdict:
 async def show_verdicts(
     config: Config, scorer: Scorer, chat: ChatTokenizer, prompts: Sequence[Prompt]
 ) -> list[ShownVerdict]:
-    """Return what each such grader says of a few responses, source by source.
+    """Return each such grader's verdicts on a few responses, by source.
 
     Args:
         config: The resolved configuration.
         scorer: Its graders.
         chat: Counts tokens.
-        prompts: To train on.
+        prompts: Training prompts.
     """
     shown = []
     for source in sources_of(config.data):
@@ -79,7 +78,7 @@ async def show_verdicts(
 
 
 def _tried(config: Config, chat: ChatTokenizer, rows: Sequence[Prompt]) -> list[Answer]:
-    """Return answers to the first row: its label in all forms, another's, nothing, what was asked, a repetition."""
+    """Return responses to the first row: its label in all forms, another's label, nothing, the prompt, a repetition."""
     first = rows[0]
     labels = list(dict.fromkeys(label_text(row.label) for row in rows if row.label is not None))
     texts = [form.format(label=label) for label in labels[:1] for form in STATED] if first.label is not None else []
