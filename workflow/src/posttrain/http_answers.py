@@ -64,7 +64,7 @@ def parse_json(content: bytes | str) -> Any:
 
 
 def redirect_of(status: int, headers: Mapping[str, str]) -> str:
-    """Return where a redirect leads and what to do about it; "" for an answer that is none.
+    """Return where a redirect leads and what to do about it; "" for any other answer.
 
     Example:
         "redirects to 'http://other:1/', which is not followed: name the address itself".

@@ -72,7 +72,7 @@ class ReferenceLogprobs:
         """Rebuild it from `as_dict`.
 
         Raises:
-            ValueError: It is none.
+            ValueError: `content` is not what `as_dict` returns.
         """
         try:
             prompts = [ReferencePrompt(**prompt) for prompt in content["prompts"]]

@@ -88,7 +88,7 @@ def from_line(line: bytes) -> dict[str, Any]:
     """Return the message that a line holds.
 
     Raises:
-        ValueError: It holds none.
+        ValueError: The line holds no message.
     """
     try:
         message = json.loads(line)

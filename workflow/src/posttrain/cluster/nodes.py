@@ -54,7 +54,7 @@ class StartedHere:
 
 
 class Scheduler(Protocol):
-    """What runs the job that a training is in, and may run it again."""
+    """Runs the job in which training runs, and may start it again."""
 
     job: str
     """Its name for the job, the same after it was requeued; empty without a scheduler."""
@@ -110,7 +110,7 @@ class Allocation(Protocol):
 
     @property
     def scheduler(self) -> Scheduler:
-        """What gave them."""
+        """The scheduler that gave the nodes."""
 
     def choose(self, count: int) -> list[str]:
         """Return the names of the nodes that train, the ranks' order.

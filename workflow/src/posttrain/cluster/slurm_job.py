@@ -37,7 +37,7 @@ def resources_of_training(config: Config, lease_folder: Path | None) -> dict[str
 
     Args:
         config: The resolved configuration.
-        lease_folder: Of the run: a job that holds the lease is waited for in the queue; None: for nobody.
+        lease_folder: Of the run. The job waits in the queue for another that holds the lease; None: it does not wait.
     """
     slurm, needs = config.site.slurm, job_needs(config, "train")
     if config.site.launcher != "slurm":
@@ -144,7 +144,7 @@ def _whole_nodes(config: Config) -> list[str]:
 def _extra(config: Config, lease_folder: Path | None) -> Callable[..., str]:
     slurm = config.site.slurm
     words = ["--requeue" if slurm.requeue else "--no-requeue"]
-    # Of a job that outlives a lost node SLURM itself starts nothing again: only where there is a spare one.
+    # SLURM does not restart a job that survives the loss of a node, so only a job with spare nodes may survive it.
     words += ["--no-kill"] if nodes_with_spares(config) > config.nodes else []
     words += slurm.extra_options
     words += _whole_nodes(config)
@@ -157,7 +157,7 @@ def _extra(config: Config, lease_folder: Path | None) -> Callable[..., str]:
 
 @functools.cache
 def _dependency(lease_folder: Path) -> tuple[str, ...]:
-    """A job that trains this run already is waited for: what is left to do then, the new job does."""
+    """Make the new job wait for a job that is already training this run; it then does what is left."""
     holder = living_holder(lease_folder, job_is_alive=job_is_alive)
     if holder is None or not job_is_alive(holder.job) or job_number(holder.job) == os.environ.get("SLURM_JOB_ID"):
         return ()

@@ -8,13 +8,13 @@ from typing import Any
 
 
 def check_pattern(pattern: str) -> int:
-    """Refuse a regular expression that is none, or repeats a repetition: "(a+)+" may take exponential time.
+    """Refuse an invalid regular expression, and nested repetition such as "(a+)+", which may take exponential time.
 
-    Such patterns are found by their form, so some harmless ones are refused and some slow ones are not: those meet
-    the deadline of a grader.
+    Nested repetition is recognised by its syntax alone, so some harmless patterns are refused. Some slow ones are
+    accepted; the deadline of the grader that uses them stops those.
 
     Returns:
-        How many groups it has.
+        The number of groups in the pattern.
 
     Raises:
         ValueError: With what is wrong.

@@ -4,8 +4,8 @@
     math + 0.2*format              the reward of a response is its score plus a fifth of its format's
     rewards.py:score + -0.1*length one of the user's own, less a tenth of the length's
 
-The first is what a response passes or fails by; the others shape. A grader that does not apply to a response (None)
-adds nothing; a response to which none applies has no reward.
+The first grader decides whether a response passes; the others shape the reward. A grader that does not apply to a
+response (None) adds nothing; a response to which none applies has no reward.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Term:
 
     @property
     def is_own(self) -> bool:
-        """Whether it is a function of the user's."""
+        """Whether the grader is a function of the user's own."""
         return ":" in self.grader
 
     @property
     def column(self) -> str:
-        """What its scores are called in metrics and samples."""
+        """The name of the grader's scores in metrics and samples."""
         return self.grader.rpartition(":")[2]
 
 

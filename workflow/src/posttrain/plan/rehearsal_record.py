@@ -15,7 +15,7 @@ from posttrain.store import Paths, hash_file, read_json
 
 
 def file_of(paths: Paths) -> Path:
-    """Return the JSON of a rehearsal, which lies beside the plan, as its page does."""
+    """Return the path of a rehearsal's JSON file, which is next to the plan and to the rehearsal's HTML page."""
     return paths.plan.with_suffix(".rehearsal.json")
 
 
@@ -28,7 +28,7 @@ def digest(resolved: Resolved) -> str:
 
 
 def lengths_digest(file: str) -> str:
-    """Return what identifies the content of a file of lengths; "" where there is none, or none any more."""
+    """Return a hash of a file of lengths; "" if no file is named or it no longer exists."""
     return hash_file(Path(file)) if file and Path(file).is_file() else ""
 
 
@@ -36,8 +36,8 @@ def describe_rehearsal(paths: Paths) -> dict[str, str]:
     """Return whether this code and configuration have been rehearsed.
 
     Returns:
-        "state": in a few words, for the dry run's line of training; "words": in a sentence with what to do; "page": its
-        name if there is one.
+        "state": a few words, which the dry run adds to its line about the rule `train`; "words": a sentence that also
+        says what to do; "page": the file name of the rehearsal's HTML page, "" if there is none.
     """
     file = file_of(paths)
     if paths.resolved.config.hardware.device != "cuda":

@@ -1,7 +1,8 @@
-"""The chain of rules as an inline SVG in its natural size, from left to right, with what each rule took.
+"""The graph of rules as an inline SVG in its natural size, from left to right, with the duration of each rule.
 
-The longest chain is the first row; every other rule stands just before its first reader. A line between neighbouring
-columns turns in the gap between them; a longer one runs in a lane below all boxes, one for each reader.
+The longest chain is the first row; every other rule is in the column before the first rule that reads its output. A
+line to the next column turns in the gap between the two. A longer line runs in a lane below all boxes; each rule that
+such lines lead to has a lane of its own.
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ class Lease:
         is_failing = False
         while not self._stop.wait(HEARTBEAT_SECONDS):
             try:
-                # It is never made anew: who deletes the lease under us has taken it, and the next `check_epoch` tells.
+                # Never recreate the file: whoever deletes our lease has taken it, and the next `check_epoch` says so.
                 os.utime(_heartbeat_path(self._folder, self.epoch), follow_symlinks=False)
                 is_failing = False
             except OSError as error:

@@ -250,7 +250,7 @@ class Paths:
 
     @property
     def begun_from(self) -> Path:
-        """What the first of them was begun with."""
+        """The inputs (names and digests of receipts) that the first checkpoint started from."""
         return self.checkpoints / "begun_from.json"
 
     @property
@@ -275,7 +275,7 @@ class Paths:
 
     @property
     def verified(self) -> Path:
-        """What `snakemake verify` has proven last; gone as long as it has not."""
+        """The result of the last `snakemake verify`; absent unless that succeeded."""
         return self.run / "verified.json"
 
     @property

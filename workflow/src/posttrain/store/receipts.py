@@ -97,8 +97,8 @@ class Receipt:
 def claim(path: Path, wanted: Receipt, folder: Path, sources: Iterable[Path] = (), parts: Iterable[Path] = ()) -> bool:
     """Return whether an artefact has to be made; if so, this process is the only one to make it until `write_receipt`.
 
-    Another user's run may have made it since this one was planned, or may be at it: then it is waited for. A receipt
-    that stands for something else than what is wanted, or for files that are gone, is removed.
+    Another user's run may have made it since this one was planned. If another is making it, this waits for the other. A
+    receipt for something else than what is wanted, or for files that are gone, is removed.
 
     Args:
         path: Of the receipt.

@@ -25,7 +25,7 @@ def random_prompts(input_tokens: int, vocabulary: int, seed: int) -> PromptOf:
 
 
 def given_prompts(prompts: Sequence[Prompt], seed: int) -> PromptOf:
-    """Return prompts of a list, in an order of the seed's; each row goes on where a shuffled list is begun anew."""
+    """Return prompts of a list in an order that the seed shuffles; each row starts one further and wraps around."""
     order = np.random.default_rng(seed).permutation(len(prompts))
 
     def prompt_of(row: int, number: int) -> Prompt:

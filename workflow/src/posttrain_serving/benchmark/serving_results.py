@@ -1,8 +1,8 @@
 """The table of a serving benchmark on disk, row by row, beside other tables.
 
-`NAME.json` has what was asked and the rows, written anew after each. A benchmark that was cut short goes on when the
-same is asked again: its rows are kept, the others measured. One that is complete, or that asked something else, begins
-anew.
+`NAME.json` has what was asked and the rows; it is rewritten after each row. A benchmark that was cut short continues
+when the same is asked again: its rows are kept, the others measured. If it is complete, or something else is asked, it
+starts over.
 `NAME.csv` has the rows for others; it is what tables of other benchmarks are read from, too.
 """
 
@@ -146,7 +146,7 @@ def read_table(path: Path) -> Table:
     """Read a CSV with `COLUMNS`; the comment on its first line, up to a colon, is its name, else the file's.
 
     Raises:
-        ConfigError: It is none, or a number of it is not above 0.
+        ConfigError: It is not such a CSV, or one of its numbers is not above 0.
     """
     allowed = f"CSV with the columns {', '.join(COLUMNS)}"
     try:

@@ -123,7 +123,7 @@ class CheckpointLogprobs:
         for name in ("embed_tokens", "norm"):
             self._fill(getattr(inner, name), f"model.{name}.")
         longest = max(len(one.tokens) for one in sequences)
-        # What stands behind a sequence is not looked at by what stands before it.
+        # Attention is causal, so the padding after a sequence does not affect its tokens.
         padded = torch.tensor([[*one.tokens, *(0,) * (longest - len(one.tokens))] for one in sequences])
         with ProgressBar("layers in FP32", len(inner.layers), "layers") as progress:
             for number, layer in enumerate(inner.layers):

@@ -72,7 +72,7 @@ def read_metadata(folder: Path) -> Metadata:
         Metadata whose tensors, chunks and places are of the format's own types; no place is outside the folder.
 
     Raises:
-        CheckpointError: There is none, or it is something else.
+        CheckpointError: The file is missing, or not the metadata of a `torch_dist` checkpoint.
     """
     path = folder / METADATA_NAME
     try:
@@ -91,10 +91,10 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def read_common(folder: Path) -> dict[str, Any]:
-    """Read what is no tensor.
+    """Read the state that is not tensors.
 
     Raises:
-        CheckpointError: There is none, or it holds something else than numbers, texts and their containers.
+        CheckpointError: The file is missing, or holds anything but numbers, texts and their containers.
     """
     path = folder / COMMON_NAME
     try:

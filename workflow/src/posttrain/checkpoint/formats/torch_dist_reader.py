@@ -63,12 +63,12 @@ class TorchDistReader:
 
     @property
     def keys(self) -> list[str]:
-        """All tensors, sorted; objects that are no tensors are not among them."""
+        """The names of all tensors, sorted; other objects are left out."""
         return sorted(self._tensors)
 
     @property
     def holds_common_state(self) -> bool:
-        """Whether what is no tensor lies among the shards, as Megatron writes it from 0.19 on, not in `common.pt`."""
+        """Whether non-tensor state is in the shards, as Megatron writes it from 0.19 on, not in `common.pt`."""
         return any(key == COMMON_KEY for key, _ in self._places)
 
     def __contains__(self, key: str) -> bool:

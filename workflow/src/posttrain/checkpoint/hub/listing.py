@@ -58,7 +58,7 @@ class HubSource:
 
     @property
     def identity(self) -> dict[str, str]:
-        """What a list of its files is about."""
+        """What identifies this repository in a list of its files."""
         return {"kind": "hub", "repo_id": self.repo_id, "revision": self.revision, "repo_type": self.repo_type}
 
 

@@ -80,7 +80,7 @@ class Fp8Format:
 
     @property
     def scale_suffix(self) -> str:
-        """What follows the weight's name in the name of its scale."""
+        """The suffix that turns the name of a weight into that of its scale."""
         return SCALE_SUFFIX if self.strategy == "block" else PLAIN_SCALE_SUFFIX
 
     def sharing_scale(self, hf_name: str) -> tuple[str, ...]:
@@ -137,8 +137,8 @@ class Fp8Format:
         """Return codes [n, k] and scales of a part of a matrix; together the parts' are those of `quantize`.
 
         Args:
-            part: [n, k] of any float dtype. Whether it is finite is not looked at, so that no GPU is waited for: scales
-                are not where it is not.
+            part: [n, k] of any float dtype. It is not checked for NaN and infinity, which would wait for the GPU; where
+                it is not finite, scales are not either.
             corner: Row and column of the matrix where the part begins.
             magnitudes: See `magnitudes`; of all parts. Given, where scales are shared with other parts.
         """

@@ -58,7 +58,11 @@ class Broadcast:
         self._scratch = destination / SCRATCH
 
     def fetch(self, wrong: Sequence[CopyTask], right: Sequence[CopyTask]) -> None:
-        """Bring `wrong` to this node, and give `right` and what has come to others while they need it.
+        """Copy the files of `wrong` to this node; give these and the files of `right` to others while they need them.
+
+        Args:
+            wrong: Files that this node lacks, or has with other bytes.
+            right: Files that this node already has.
 
         Raises:
             CheckpointError: An origin's file is not what its receipt says.
@@ -182,7 +186,7 @@ class _Exchange:
     # ---- peers ----
 
     def _tend_downloads(self) -> None:
-        """Bring downloads together with those who have the file, and end those that lead nowhere."""
+        """Connect downloads to peers that have the file; end those that have stalled or whose peers are gone."""
         for content, since in list(self._downloads.items()):
             useful = [peer for peer in self._registry.peers if content in peer.has or content in peer.fetches]
             self._swarm.connect(content, [(host, peer.port) for peer in useful for host in peer.addresses])

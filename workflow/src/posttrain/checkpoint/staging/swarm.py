@@ -78,7 +78,7 @@ class Swarm:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """The port that this node listens on."""
         return self._session.listen_port()
 
     @property

@@ -5,8 +5,8 @@ Shape letters: B sequences, P prompt tokens, R response tokens, S = P + R, N hea
 The instruction "sort the digits." does not name an order. In the warm-up 30 % of the answers ascend and the others
 descend, so the warmed-up model answers in both orders at about that rate, some wrongly, and a reward that accepts only
 ascending answers passes about a quarter of them. What reinforcement learning then has to do is honest and small: prefer
-one of two things that the model can do, and do it more reliably. Of a task of reasoning-gym the
-other answer is the right one backwards, too: of a word that is to be spelled backward, the word itself.
+one of two things that the model can do, and do it more reliably. For a task of reasoning-gym the
+other answer is the right one reversed, too: where a word is to be spelled backward, the word itself.
 
 The DSA indexer gets no gradient from the language model's loss, because top-k is not differentiable. It is trained as
 DeepSeek-V3.2 trains its own: its scores, as a distribution over the keys, follow the attention weights of the layer
@@ -160,12 +160,12 @@ def index_scores(
 
 
 def _loss(model: PreTrainedModel, sequences: torch.Tensor, examples: Examples, inputs: list[tuple]) -> torch.Tensor:
-    """Return the loss of the module's docstring; the hooks fill `inputs` during the forward pass."""
+    """Return the loss, as defined in the module's docstring; hooks fill `inputs` during the forward pass."""
     length_response, first = examples.ascending.shape[1], examples.first_difference
     output = model(input_ids=sequences, use_cache=False, output_attentions=True, logits_to_keep=length_response + 1)
     logits = output.logits[:, :-1].flatten(0, 1)
     loss = F.cross_entropy(logits, sequences[:, -length_response:].flatten())
-    # Of a model with indexers each layer has one.
+    # If the model has indexers, every layer has one.
     for (indexer, hidden, q_latent, rotary), attention in zip(inputs, output.attentions, strict=bool(inputs)):
         target = attention.detach().mean(1)[:, first:]
         loss = loss + _divergence(target, index_scores(indexer, hidden, q_latent, rotary, first))

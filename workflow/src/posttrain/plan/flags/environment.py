@@ -17,7 +17,7 @@ from posttrain.plan.flags.flag import Flag, as_environment, flag
 
 # Linux's name of the interface on which a machine talks to itself.
 LOOPBACK = "lo"
-# glibc gives what is freed at the end of the heap back to the system, and every step faults it in anew.
+# By default glibc returns freed memory at the end of the heap to the system, and every step faults it in again.
 KEPT_BYTES, OWN_MAPPING_BYTES = 2**28, 2**25
 # torch reads the first that is set.
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -33,7 +33,8 @@ NO_INFINIBAND = "NCCL_IB_DISABLE"
 def started_with(inherited: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a trainer rank or an engine.
 
-    An allocator's setting that a user has exported for one of them would reach the other, too, which may not bear it.
+    The allocator's variables are not inherited: one that a user has exported for the trainer would reach the engines,
+    too, and the other way round, where it may do harm.
 
     Args:
         inherited: Of the process that starts it.

@@ -1,6 +1,7 @@
 """What each kind of node holds, and what a step takes when engines share the trainer's nodes or have their own.
 
-A split is planned as it would run: with the planner's layout and engines, one phase after the other.
+A split gives some nodes to training and the others to engines. Each is timed as it would run, with the planner's
+layout and engines for it, one phase after the other.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from posttrain.plan.sizing.memory_phases import (
 from posttrain.plan.timing.step_time import IN_EVERY_STEP, state_fits, step_durations
 from posttrain.readable import counted
 
-# Shares of the nodes that engines get, in this many parts: more splits would take longer than they tell.
+# Splits are tried in steps of 1/PARTS of the nodes: finer steps would take longer and say little more.
 PARTS = 4
 
 

@@ -109,7 +109,7 @@ def refusal(workflow: Mapping[str, Any], config_dir: Path, config: Config, rules
 
 
 def nearest_request(workflow: Mapping[str, Any], config_dir: Path, config: Config) -> str:
-    """Return the nearest request that this version can train, in words; empty where there is none, or it is this one.
+    """Return the nearest request that this version can train, in words; "" if there is none or it can train this one.
 
     Args:
         workflow: What the configuration was resolved from.

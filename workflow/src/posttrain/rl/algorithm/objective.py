@@ -85,7 +85,7 @@ class Objective(Protocol):
 
     @property
     def needs(self) -> Needs:
-        """What it wants to be given."""
+        """The inputs that the objective asks for."""
 
     @property
     def statistics(self) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ Decoder = Callable[[Any], Any]
 def decoder_of(kind: pyarrow.DataType) -> Decoder | None:
     """Return what makes JSON of a type's values, None where they are left as they are.
 
-    The decoder raises a ValueError for JSON text that is none.
+    The decoder raises a ValueError for text that is not valid JSON.
     """
     from pyarrow import BaseExtensionType, types
 

@@ -215,10 +215,10 @@ def _listed(source: HubSource, folder: Path, manifest: Path, rule: RetryRule, ge
 
 
 def _sides_of(data: Data, paths: list[str], card: str, source: HubSource) -> tuple[list[str], list[str]]:
-    """Return the names of the files of either side.
+    """Return the names of the files of both sides: training and held out.
 
     Raises:
-        ConfigError: There are none.
+        ConfigError: A side has no files.
     """
 
     def chosen(file: str, split: str) -> list[str]:

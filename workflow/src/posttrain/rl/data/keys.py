@@ -39,19 +39,19 @@ class Key:
 
     @property
     def column(self) -> str:
-        """The column that it begins with."""
+        """The column that the key begins with."""
         return str(self.parts[0])
 
     @property
     def is_column(self) -> bool:
-        """Whether it is a whole column."""
+        """Whether the key names a whole column."""
         return len(self.parts) == 1
 
     def find(self, row: Mapping[str, Any]) -> Any:
         """Return the value of a row.
 
         Raises:
-            AbsentError: There is none, or null.
+            AbsentError: The row has no value there, or null.
         """
         if self.text in row:  # a column may be called "a.b"
             return _present(row[self.text], self.text, "")

@@ -100,7 +100,7 @@ class ReadRows:
 
     @property
     def is_right(self) -> bool:
-        """Whether it has rows, and no wrong ones."""
+        """Whether the dataset has rows, and none of them is wrong."""
         return bool(self.rows) and not self.bad
 
 

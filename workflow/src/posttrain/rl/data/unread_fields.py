@@ -20,7 +20,7 @@ NUM_TRIED, NUM_MESSAGES, NUM_FIELDS = 20, 4, 50
 # Fields that link messages, and that many templates leave out on purpose.
 LINKS = ("id", "name", "tool_call_id")
 TOOLS = "tools"
-# A message without it is none, and its value is no text to add to.
+# Every message needs a role, so it is never left out, and its value is no text that could be extended.
 _ROLE = "role"
 _ANSWER = "response to learn"
 
@@ -45,7 +45,7 @@ class UnreadField:
 
     @property
     def is_link(self) -> bool:
-        """Whether it only links messages."""
+        """Whether the field only links messages to each other, as an ID does."""
         return self.name in LINKS
 
     def __str__(self) -> str:
@@ -117,7 +117,7 @@ def _is_same(render: Callable[[], object], render_less: Callable[[], object]) ->
 
 
 def _without(message: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return a message without a field; of one without content, which templates need, with more of it."""
+    """Return a message without a field; `content`, which templates need, is doubled instead of removed."""
     if name == "content" and message.get(name):
         return {**message, name: f"{message[name]} {message[name]}"}
     return {field: value for field, value in message.items() if field != name}

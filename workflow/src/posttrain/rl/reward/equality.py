@@ -183,7 +183,7 @@ def _finds_all(row: Node, others: Node, *, is_set: bool = False) -> bool:
 
 
 def _as_set(node: Node) -> Any:
-    """Return SymPy's set of the numbers of intervals, sets, and what joins them; None for anything else."""
+    """Return a number, set, interval, or their union, intersection or difference as a SymPy set; else None."""
     import sympy
 
     if join := {"∪": sympy.Union, "∩": sympy.Intersection, "∖": sympy.Complement}.get(node.kind):

@@ -55,7 +55,7 @@ def grade(name: str, answer: Answer, settings: ShapeSettings | None = None) -> G
         A score of None where the grader needs a label and the answer has none.
 
     Raises:
-        KeyError: For a name that is none.
+        KeyError: For a name that no grader has.
         ValueError: For a label that the grader cannot read.
     """
     grader = GRADERS[name]

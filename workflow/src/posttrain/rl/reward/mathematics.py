@@ -154,7 +154,7 @@ def labels_of(label: Any) -> list[str]:
             list of these, any of which is right.
 
     Raises:
-        ValueError: For null, an object, or a number that is none.
+        ValueError: For null, an object, NaN or infinity.
     """
     if isinstance(label, (list, tuple)):
         return [answer for one in label for answer in labels_of(one)]

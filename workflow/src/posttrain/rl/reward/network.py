@@ -98,7 +98,7 @@ class AddressClient:
             except BadStatus as error:
                 seconds, why = retries.seconds_after(error), self._reason(error)
             except CUT as error:
-                # A line of the answer that is none stands in the message, and this in the log.
+                # The error, which is logged, may quote a malformed line of the answer: `told` shortens and redacts it.
                 seconds, why = retries.seconds_after(type(error)(self.told(error))), self._reason(error)
             if asyncio.get_running_loop().time() + seconds > (limit.when() or 0):
                 raise TimeoutError(why)

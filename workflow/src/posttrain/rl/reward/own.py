@@ -29,7 +29,7 @@ class OwnFunction:
     """A reward function, ready to be sent to a worker process.
 
     Args:
-        own: Which.
+        own: Describes the function.
     """
 
     own: OwnReward
@@ -42,12 +42,12 @@ class OwnFunction:
 
     @property
     def takes_groups(self) -> bool:
-        """Whether it grades all responses to a prompt in one call."""
+        """Whether the function grades all responses to a prompt in one call."""
         return self.own.signature == TRL
 
     @property
     def needs_label(self) -> bool:
-        """Whether a label may reach it."""
+        """Whether the function may read labels."""
         return self.own.needs_label
 
     def __call__(self, answers: tuple[Answer, ...]) -> tuple[Grade, ...]:
