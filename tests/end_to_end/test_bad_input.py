@@ -261,6 +261,7 @@ def test_a_corrupt_receipt(workflow: WorkflowFolder, own_store: Path) -> None:
 # ---- the machine ----
 
 
+# A model is fetched, and converted twice.
 def test_a_full_disk(store: Path, tmp_path: Path) -> None:
     limit = 100_000
     workflow = LimitedFolder(tmp_path / "work", tmp_path / "store", dict(FAST), max_file_bytes=limit)

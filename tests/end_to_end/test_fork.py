@@ -29,6 +29,7 @@ def metrics_of(workflow: WorkflowFolder, run: str) -> list[dict[str, float]]:
     return [without_timings(json.loads(line)) for line in lines]
 
 
+# A trainer and an engine start.
 def test_the_same_experiment_ends_with_the_same_bits(
     workflow: WorkflowFolder, undisturbed: WorkflowFolder, parent: str
 ) -> None:

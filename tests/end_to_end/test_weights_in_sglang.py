@@ -124,6 +124,7 @@ def served(folder: Path, kind: str, num_ranks: int, monkeypatch: pytest.MonkeyPa
 ALONE = pytest.mark.faults("slow")
 
 
+# A real SGLang of two ranks starts, and every rank hashes what it holds some fifty times.
 @pytest.mark.parametrize(
     ("kind", "num_ranks"),
     [("deepseek", 2), pytest.param("glm4_moe", 1, marks=ALONE), pytest.param("qwen3", 1, marks=ALONE)],

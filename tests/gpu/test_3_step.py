@@ -14,7 +14,7 @@ import pytest
 from tests.support.gpus import distance, gpu
 
 CASES = [
-    pytest.param("cpu", "bf16", False),  # two processes that import Megatron
+    pytest.param("cpu", "bf16", False),  # a model is trained in either precision
     pytest.param("cpu", "bf16", True, marks=pytest.mark.faults("slow")),
     *(gpu("cuda", dtype, replays) for dtype in ("fp32", "bf16") for replays in (False, True)),
 ]

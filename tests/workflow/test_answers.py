@@ -119,6 +119,7 @@ def test_check_data(finished: WorkflowFolder) -> None:
     assert "label: another" in after
 
 
+# An engine starts, and its speed is measured at several loads.
 def test_benchmark_serving(finished: WorkflowFolder) -> None:
     shard = sorted((finished.run_folder / "hf").glob("*.safetensors"))[0]
     assert shard.name in asked_twice(finished, "benchmark_serving", lambda: flip_a_byte(shard), code=1)[1]
