@@ -122,7 +122,7 @@ CHECKPOINTS = PATCHED | CONVERTED | QUANTISED | TRAINED
         ("convert_hf_to_torch_dist", CONVERTED | TRAINED),
         ("finalize_rollout_fp8", QUANTISED | TRAINED),
         ("stage_to_node_local", set()),
-        ("train", TRAINED),
+        ("train_grpo", TRAINED),  # as receipts call it
         ("export_hf", TRAINED - {"train"}),
         ("check_export", {"check_export", "render_report"}),
         ("evaluate", {"evaluate", "render_report"}),
