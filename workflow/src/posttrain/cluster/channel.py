@@ -41,7 +41,7 @@ class Channel:
 
     @property
     def own_address(self) -> str:
-        """Where the other side can reach this host."""
+        """The address of this host that the other side is connected to."""
         return str(self._connection.getsockname()[0])
 
     def send(self, kind: str, **content: Any) -> bool:
@@ -55,7 +55,7 @@ class Channel:
         return True
 
     def messages(self) -> Iterator[dict[str, Any]]:
-        """Yield what comes in until the other side is gone, or says what is no message of ours."""
+        """Yield messages until the other side disconnects or sends something that is not a message of ours."""
         try:
             with self._connection.makefile("rb") as lines:
                 while line := lines.readline(MAX_MESSAGE_BYTES):

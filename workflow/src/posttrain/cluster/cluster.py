@@ -168,7 +168,7 @@ def _connect(kubernetes: Any) -> Any:
 
 
 def _told(error: Any) -> str:
-    """Return what the API server says, without its headers, and what is behind the usual refusals."""
+    """Return the API server's answer without its headers, and the likely cause of a common refusal."""
     causes = {
         401: "; the credentials of KUBECONFIG or of the service account are not accepted",
         403: "; the account needs get, create and delete on jobsets, and get and list on pods and pods/log",

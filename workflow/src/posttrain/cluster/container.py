@@ -72,7 +72,7 @@ def prefix_of_jobs(config: Config) -> str:
 
 
 def make_shared_roots(config: Config) -> None:
-    """Make the folders that all nodes share: no runtime shows one that is not there; nothing without an image."""
+    """Make the folders that all nodes share, if there is an image: runtimes mount only folders that exist."""
     if config.site.container.runtime != "none":
         for folder in (config.site.store, config.site.results):
             os.makedirs(folder, exist_ok=True)

@@ -77,7 +77,7 @@ class Ending(logging.Filter):
         atexit.register(self.speak)
 
     def add(self, words: Callable[[], str]) -> None:
-        """Let something be said at the end, below what failed; asked for then, nothing where it is empty."""
+        """Print a text at the end, below what failed: `words` is called only then, and may return "" for nothing."""
         self._last_words.append(words)
 
     def filter(self, record: logging.LogRecord) -> bool:

@@ -42,7 +42,7 @@ LISTENS, CONNECTS = "listens", "connects"
 
 
 class HandshakeError(ConnectionError):
-    """Who is at the other end is none of ours."""
+    """The process at the other end does not belong to this gang."""
 
 
 class Reception:

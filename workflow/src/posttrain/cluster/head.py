@@ -21,7 +21,7 @@ class EndedByHead(Exception):
 
 
 class Head:
-    """What it says comes in, what it should know goes out; it hears of us all the time.
+    """A connection to the head: receives its messages, sends ours, and regularly a sign of life.
 
     Args:
         channel: To the head.

@@ -200,7 +200,7 @@ def _environment(config: Config, log_path: Path, num_nodes: int) -> list[dict[st
 
 
 def _resources(config: Config) -> dict[str, Any]:
-    """Return requests and limits, which are equal: what is shared with neighbours would make one node the slow one."""
+    """Return requests and limits, which are equal: a pod that competes with neighbours would slow all others down."""
     amounts = _pairs(config.site.kubernetes.resources)
     if config.hardware.device == "cuda":
         amounts = {config.site.kubernetes.gpu_resource: str(config.hardware.gpus_per_node)} | amounts

@@ -44,7 +44,7 @@ def run_to_end(cluster: Cluster, manifest: dict[str, Any]) -> None:
 
 
 def _start(cluster: Cluster, manifest: dict[str, Any]) -> None:
-    """Leave with a JobSet of this name that has not ended."""
+    """Create the JobSet unless one of this name is running; delete one that has ended."""
     name, found = manifest["metadata"]["name"], cluster.read(manifest["metadata"]["name"])
     if found is not None:
         _check_ours(found, manifest)

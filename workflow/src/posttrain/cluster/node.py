@@ -232,7 +232,7 @@ def _records(ranks: Sequence[RankProcess]) -> list[str]:
 
 
 def _end_silent(engines: Sequence[EngineProcess], url: str) -> None:
-    """End the engine that does not answer, if it is here; it is another ended one then."""
+    """End the engine that does not answer, if it is on this node; it is then handled as any engine that has ended."""
     for engine in engines:
         if engine.url == url and not engine.has_ended:
             log.warning("the engine at %s does not answer any more: it is ended", url)

@@ -77,7 +77,7 @@ class NodeEngines:
 
 
 def secret_of_engines(secret: str) -> str:
-    """Return what engines of a gang want to be shown: the same on all nodes, and never sent to them."""
+    """Return the secret that a gang's engines require, derived from the gang's own: each node computes it itself."""
     return hmac.digest(secret.encode(), b"engines", "sha256").hex()
 
 

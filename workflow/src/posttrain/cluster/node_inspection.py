@@ -84,7 +84,7 @@ class NodeInspection:
         return {"unreachable": [name for name, ok in zip(question["names"], reached, strict=True) if not ok]}
 
     def _links(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Run one process per GPU, on CPUs one; the rates of one core are all that is asked for there."""
+        """Run one process per GPU; without GPUs one, which is enough to measure the rates of a core."""
         assert self._listener, "facts come first"
         self._listener.close()
         config, names = load_resolved(Path(question["config_path"])), question["names"]

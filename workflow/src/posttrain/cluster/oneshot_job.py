@@ -102,7 +102,7 @@ class OneshotJob(NodeGroup):
         return int(process.returncode)
 
     def _start_engines(self, checkpoint: Path) -> Mapping[str, str]:
-        """Start them, not ready yet; return what tells a process where they are."""
+        """Start the engines without waiting until they are ready; return the environment that names them."""
         members = self._assign("serve", config_path=str(config_path_of(self._folder)), checkpoint=str(checkpoint))
         self._wait_for_all("engines")
         urls = {int(index): url for member in members for index, url in member.messages["engines"]["urls"].items()}

@@ -51,7 +51,7 @@ class Pod:
         self._started = self._ended = 0
 
     def listen(self) -> None:
-        """Take note of what it says until it is gone."""
+        """Handle the pod's messages until it disconnects."""
         for message in self._channel.messages():
             self.heard = time.monotonic()
             if message["kind"] == "ended":
@@ -65,7 +65,7 @@ class Pod:
 
     @property
     def is_running(self) -> bool:
-        """What was started last runs."""
+        """Whether the command that was started last is still running."""
         return self._ended < self._started
 
     def end(self) -> None:

@@ -68,7 +68,7 @@ def die_with_parent(parent_pid: int, told_by: signal.Signals = signal.SIGKILL) -
 
 
 def end_processes(roots: Sequence[psutil.Process], grace_seconds: float = GRACE_SECONDS) -> None:
-    """Ask processes to end, then what they left behind, and end hard what does not listen.
+    """Ask processes to end, then the children that they left behind; kill those children that do not end.
 
     Args:
         roots: Processes that this program started.
@@ -86,9 +86,9 @@ def end_processes(roots: Sequence[psutil.Process], grace_seconds: float = GRACE_
 
 @contextlib.contextmanager
 def scratch_folder(prefix: str) -> Iterator[Path]:
-    """Make a folder for temporary files, this process's and its children's, that is gone when the process has ended.
+    """Make a folder for the temporary files of this process and its children; it is deleted when the process ends.
 
-    A process of its own waits for that end, so that nothing is left of one that was killed either.
+    A separate process waits for that end, so that the folder is deleted even if this process is killed.
 
     Args:
         prefix: Of the folder's name.
@@ -114,7 +114,7 @@ def _remove_when(ended: int, alive: int, folder: Path) -> None:
     os.setsid()
     os.close(alive)
     os.read(ended, 1)
-    for _ in range(REMOVALS):  # those who end by the same death may be writing still
+    for _ in range(REMOVALS):  # children that end with this process may still be writing
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():
             break

@@ -104,7 +104,7 @@ class CpuUse:
 
     @property
     def is_idle(self) -> bool:
-        """In the last `SHORTEST_TIMEOUT_SECONDS` a twentieth of a core was used at most."""
+        """Whether at most a twentieth of a core was used in the last `SHORTEST_TIMEOUT_SECONDS`."""
         if not self._seen:
             return False
         (since, before), (now, used) = self._seen[0], self._seen[-1]
@@ -141,7 +141,7 @@ class RankProcess:
 
     @property
     def has_saved(self) -> bool:
-        """It was asked to end before the last step, and has."""
+        """Whether the rank was asked to end before the last step, and has saved and ended."""
         return self.process.poll() == SAVED_EXIT_CODE
 
     def position(self) -> dict[str, Any] | None:

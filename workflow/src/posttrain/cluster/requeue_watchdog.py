@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def has_lost_its_command(job: str) -> bool:
-    """Return whether SLURM has taken the node on which a running job's command ran away from it.
+    """Return whether a running job has lost the node on which its command ran.
 
     Args:
         job: SLURM's number of it.

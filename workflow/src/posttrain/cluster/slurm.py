@@ -146,7 +146,7 @@ class SlurmAllocation:
         self._watchdogs = start_here([[*self._srun(others), *command]], {})
 
     def _make_node_local(self, names: Sequence[str]) -> None:
-        """Make the folder on the nodes' own disks: no runtime shows one that is not there."""
+        """Make the folder on the nodes' own disks: container runtimes mount only folders that exist."""
         # A node that does not answer now does not start anything afterwards, which the gang tells.
         with contextlib.suppress(subprocess.TimeoutExpired):
             words = [*self._srun(names), "mkdir", "-p", self._config.site.node_local]

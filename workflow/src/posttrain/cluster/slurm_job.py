@@ -58,7 +58,7 @@ def resources_of_serving(config: Config) -> dict[str, Any]:
 
 
 def resources_of_precisions(config: Config) -> dict[str, Any]:
-    """Return what jobs ask for whose wildcard `precision` says which precision's engines they ask."""
+    """Return the resources of jobs that query the engines of one precision, which their wildcard `precision` names."""
     wanted = {
         precision: _resources_of_nodes(precision_config(config, precision), "ask_precision")
         for precision in compared_precisions(config)

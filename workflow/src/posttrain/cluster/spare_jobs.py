@@ -48,7 +48,7 @@ class SpareJobs:
         self._jobs: Mapping[str, str] = {}
 
     def nodes(self) -> dict[str, str]:
-        """Return the nodes that have come -> their jobs; as it was before where SLURM does not answer."""
+        """Return spare node -> its job, for jobs that have a node; the last known ones if SLURM does not answer."""
         try:
             self._look()
         except RuntimeError as error:

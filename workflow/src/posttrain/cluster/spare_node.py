@@ -1,7 +1,7 @@
 """What runs in a job that holds a spare node: `python -m posttrain.cluster.spare_node`.
 
 It does nothing but end with the job that trains: the head of that one starts on the node what it needs, and cancels
-this job at its own end. Who is killed cancels nothing.
+this job at its own end. This process is for a head that was killed and could not cancel it.
 """
 
 from __future__ import annotations

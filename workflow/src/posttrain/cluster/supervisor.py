@@ -187,7 +187,7 @@ class _Supervision:
 
 
 def _with_own_config(job: TrainingJob, config: Config) -> TrainingJob:
-    """Keep the configuration where no other driver writes: the next one may have other nodes in mind.
+    """Copy the configuration to where no other driver writes: the next driver may replace it, with other nodes.
 
     Raises:
         RuntimeError: It was replaced since this job has read it.

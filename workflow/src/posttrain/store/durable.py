@@ -42,7 +42,7 @@ def write_atomic(path: Path, write: Callable[[BinaryIO], object], mode: int = 0o
 
 
 def place_atomic(path: Path, place: Callable[[Path], object]) -> None:
-    """Let `place` put something that is there already under a temporary name, by a link or a move, then as above."""
+    """Let `place` link or move an existing file to a temporary name, then rename it as `write_atomic` does."""
     with _beside(path) as temporary:
         place(temporary)
         if not temporary.is_symlink():
@@ -174,7 +174,7 @@ def _link_new(temporary: Path, path: Path) -> None:
 
 @contextmanager
 def _beside(path: Path, publish: Callable[[Path, Path], object] = Path.replace) -> Iterator[Path]:
-    """Give a name beside `path` that nobody has; what has it in the end is published as `path`, durably."""
+    """Yield an unused name in the folder of `path`; at the end, its file is published as `path`, durably."""
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_dead_temporaries(path.parent.glob(".*.tmp"))
     ours = f"{socket.gethostname()}.{os.getpid()}.{started_ticks(os.getpid())}.{secrets.token_hex(8)}"

@@ -46,7 +46,7 @@ JobIsAlive = Callable[[str], bool | None]
 
 
 def unknown(job: str) -> None:
-    """Without a scheduler nothing is known of jobs."""
+    """Return None: without a scheduler nothing is known about jobs."""
 
 
 class LeaseLostError(RuntimeError):

@@ -109,7 +109,7 @@ class Paths:
 
     @property
     def rollout_start(self) -> Path:
-        """What engines in FP8 begin with where they begin empty: config, tokenizer, and the layers they draft with."""
+        """What FP8 engines load if they start without weights: config, tokenizer and draft layers."""
         return self._rollout_start(start_settings(self.resolved.config))
 
     @property
@@ -119,14 +119,14 @@ class Paths:
 
     @property
     def export_fp8(self) -> Path:
-        """What was trained in FP8, for an evaluation; the run's, though it lies beside other weights of the model."""
+        """The trained weights in FP8, for an evaluation; they are the run's, though the folder is the model's."""
         settings = self._quantize_settings(EXPORT_FOLDER, fp8_settings(self.resolved.config))
         # Runs of one name, in results of their own, may share a store.
         return self.model_root / f"{EXPORT_FOLDER}-{digest8([os.path.abspath(self.hf_export), settings])}"
 
     @property
     def serving(self) -> Path:
-        """Weights in another format, for serving; of what was trained they are the run's, as `export_fp8`."""
+        """Weights in another format, for serving; if made from trained weights they are the run's, as `export_fp8`."""
         settings = serving_settings(self.resolved.config)
         if self.resolved.config.serving.weights == "model":
             return self.model_root / f"{settings['format']}-{digest8(self._quantize_settings('serving', settings))}"
@@ -162,9 +162,9 @@ class Paths:
 
     @property
     def rollout_weights(self) -> Path:
-        """What the engines begin with: FP8 weights, what they need without any, or the patched checkpoint itself.
+        """What engines load at start: FP8 weights, `rollout_start` if they start without weights, or `hf_patched`.
 
-        A run keeps FP8 weights that it began with, and a trained one what it had: it would be trained again.
+        A run keeps the FP8 weights that it began with. A trained run keeps either; a change would train it again.
         """
         config = self.resolved.config
         if not config.rollout.fp8:
@@ -220,7 +220,7 @@ class Paths:
 
     @property
     def data_check(self) -> Path:
-        """What prompts, labels, tokenizer and graders say of each other; its receipt stands beside it."""
+        """The result of checking prompts, labels, tokenizer and graders against each other; has a receipt."""
         return self.run / "data_check.json"
 
     @property
@@ -265,7 +265,7 @@ class Paths:
 
     @property
     def lease(self) -> Path:
-        """Who trains."""
+        """The lease that names the process that trains."""
         return self.train / "lease"
 
     @property

@@ -1,7 +1,7 @@
 """JSON that anybody may have written: whatever is wrong with it is a ValueError with a reason.
 
-Python's own reader raises other errors, too (nested too deeply), and takes half a character for text, which the first
-to write it anywhere would fail with.
+Python's own reader raises other errors, too (nested too deeply), and accepts half of a surrogate pair as text, which
+would fail only where it is written as UTF-8.
 """
 
 from __future__ import annotations

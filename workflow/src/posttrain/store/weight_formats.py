@@ -13,11 +13,11 @@ from posttrain.store.format_versions import CURRENT_RULES
 
 @dataclass(frozen=True)
 class Recoding:
-    """How receipts call what makes a format.
+    """The names, in receipts, of the steps that make a format.
 
     Args:
-        step: The parts.
-        finalize_step: What joins them.
+        step: The step that makes the parts.
+        finalize_step: The step that joins them.
         source: What both are made from.
     """
 
@@ -47,7 +47,7 @@ _RULES = {
 
 
 def recoding_of(step: str) -> Recoding:
-    """Return what a step that makes parts belongs to."""
+    """Return the recoding of which a step makes the parts."""
     (found,) = (use for use in RECODINGS if use.step == step)
     return found
 
