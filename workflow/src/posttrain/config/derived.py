@@ -37,7 +37,7 @@ def room_for_engines(config: Config) -> int:
 
 
 def nodes_with_spares(config: Config) -> int:
-    """Return the nodes of the training job; on one node there is nobody left who could go on with a spare one."""
+    """Return the nodes of the training job; a run on one node has no spares, as nothing survives to use them."""
     return config.nodes + (config.site.slurm.spare_nodes if config.nodes > 1 else 0)
 
 
@@ -64,9 +64,9 @@ def takes_turns(config: Config) -> bool:
 
 
 def engines_load(config: Config) -> bool:
-    """Return whether engines of a run that begins load weights, which others get from the trainer in any case.
+    """Return whether engines load weights when a run begins.
 
-    Others are those that have slept while it loaded, and those whose weights go from shard to shard.
+    Engines that sleep while the trainer loads, and those updated shard by shard, get theirs from the trainer instead.
     """
     return uses_engines(config) and not takes_turns(config) and weight_transport(config) != "sharded"
 
@@ -193,7 +193,7 @@ def _chunks(of_stages: tuple[int, ...], chunks: int) -> tuple[tuple[range, ...],
 
 
 def micro_batch_multiple(config: Config) -> int:
-    """Return of what a rank's micro-batches of an update are a multiple: interleaved, stages take so many in turn."""
+    """Return the number whose multiple a rank's micro-batches per update must be: the stages, if interleaved."""
     parallel = config.parallel
     return parallel.pipeline_model_parallel_size if parallel.virtual_pipeline_model_parallel_size > 1 else 1
 
@@ -205,7 +205,7 @@ def fp8_settings(config: Config) -> dict[str, Any]:
 
 
 def start_settings(config: Config) -> dict[str, Any]:
-    """Return what decides the files that engines in FP8 begin with where they begin empty, besides the source."""
+    """Return what, besides the source, decides the files that FP8 engines load if they start without weights."""
     return {**fp8_settings(config), "drafts": config.engine.mtp_steps > 0}
 
 

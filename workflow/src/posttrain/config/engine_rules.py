@@ -34,7 +34,7 @@ def _world_size(config: Config) -> Problems:
 
 
 def _nodes_of_an_engine(config: Config) -> Problems:
-    """On GPUs the planner tells that there are too few."""
+    """Check engines on CPUs; on GPUs the planner reports that there are too few."""
     ranks, there = config.engine.gpus_per_engine, room_for_engines(config)
     is_served = config.engine.kind == "sglang" and config.hardware.device == "cpu" and uses_engines(config)
     if is_served and ranks > there:

@@ -32,7 +32,7 @@ _NODES: dict[Any, Any] = {int: IntegerNode, float: FloatNode, str: StringNode, b
 
 @lru_cache
 def leaf_types(section: type) -> dict[str, Any]:
-    """Return dotted key -> type of every value of a section; not to be changed."""
+    """Return dotted key -> type of every value of a section; cached, so do not modify it."""
     return {key: kind for key, kind, _ in fields_of(section)}
 
 
@@ -222,7 +222,7 @@ def walk(tree: Mapping[Any, Any], prefix: str = "", depth: int = 0) -> Iterator[
 
 @lru_cache
 def defaults_of(section: type) -> dict[str, Any]:
-    """Return the default of every leaf by its dotted key, "???" where there is none; not to be changed."""
+    """Return the default of every leaf by its dotted key, "???" where there is none; cached, so do not modify it."""
     plain = OmegaConf.to_container(OmegaConf.structured(section))
     assert isinstance(plain, dict)
     return leaves_of(plain)

@@ -128,7 +128,7 @@ def _check_engine_count(config: Config) -> Iterator[Problem]:
 
 
 def _check_time_limit(config: Config) -> Iterator[Problem]:
-    """Yield that a job would have to save as soon as it has started."""
+    """Yield a problem if the time limit is too short for one step with its checkpoint."""
     needed = step_with_save_seconds(config, Bandwidths().shared_storage)
     limit = config.site.slurm.time_limit
     if config.site.launcher == "slurm" and needed > 60 * time_limit_minutes(limit):
@@ -137,7 +137,7 @@ def _check_time_limit(config: Config) -> Iterator[Problem]:
 
 
 def _taking_turns(config: Config) -> Config:
-    """Return the configuration with the memory of engines that sleep where they have GPUs."""
+    """Return the configuration with engines that sleep where they run on GPUs."""
     return replace(config, engine=replace(config.engine, sleep="auto"))
 
 
@@ -153,7 +153,7 @@ def _check_all_awake(config: Config) -> Iterator[Problem]:
 
 
 def _check_transport(config: Config) -> Iterator[Problem]:
-    """Yield that SGLang's stock endpoint is asked for: everything goes through rank 0, once for each rank."""
+    """Yield a problem if updates use SGLang's stock endpoint: all weights pass through rank 0, once for each rank."""
     is_sglang = config.hardware.device == "cuda" and config.engine.kind == "sglang"
     if is_sglang and uses_engines(config) and weight_transport(config) == "tensor":
         seconds = sync_seconds(config, Bandwidths().shared_storage)
@@ -197,7 +197,7 @@ def _check_evaluation_share(config: Config) -> Iterator[Problem]:
 
 
 def _check_node_names(config: Config) -> Iterator[Problem]:
-    """Yield that copies reach fewer nodes than train; the names of a local launcher are folders, so it refuses none."""
+    """Yield a problem if fewer nodes are named than train: the nodes without a name would get no copy."""
     names = config.site.node_names
     if 0 < len(names) < config.nodes:
         allowed = f"{config.nodes} for as many nodes: the others read from the shared storage"

@@ -175,7 +175,7 @@ def _check_yarn(parameters: Mapping[str, Any], scaling: RopeScaling) -> Iterator
 
 
 def _check_fixed(config: Mapping[str, Any], architecture: Architecture) -> Iterator[Problem]:
-    """What trainer and engines take for granted and no key of ours names; checked where it is mentioned."""
+    """Check values that trainer and engines assume and no key of ours sets, where `config.json` names them."""
     for key, expected in fixed_values(architecture).items():
         found = config.get(key, expected)
         # Where nothing is said the family's default holds, but for what is on: null switches it off.
@@ -184,7 +184,7 @@ def _check_fixed(config: Mapping[str, Any], architecture: Architecture) -> Itera
 
 
 def _check_indexers(config: Mapping[str, Any], architecture: Architecture) -> Iterator[Problem]:
-    """Which layers choose their own keys can be said in three ways; readers differ in which they take, so all agree."""
+    """Check that the three ways to say which layers have an indexer agree: readers differ in which one they use."""
     if not (layers := architecture.index_n_heads and architecture.num_hidden_layers):
         return
     chooses = [chooses_keys(architecture, layer) for layer in range(layers)]

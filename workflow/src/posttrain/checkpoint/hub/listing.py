@@ -169,7 +169,7 @@ def _unreadable(source: HubSource, error: Exception) -> Problem:
 
 
 def _content_server_of(error: BaseException) -> str:
-    """Return who answered in the Hub's place; empty where nobody did."""
+    """Return the content server that answered with the error; "" if it was the Hub or nobody."""
     found = (each for each in (error, error.__cause__) if isinstance(each, BadStatus))
     return next((each.content_server for each in found), "")
 

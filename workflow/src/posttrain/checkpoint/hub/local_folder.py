@@ -102,7 +102,7 @@ def place_files(origin: Path, folder: Path, files: Collection[ListedFile], num_w
 
 
 class LocalFiles:
-    """Files of a folder; see `filling.Maker`.
+    """Files of a folder; see `fill_folder.Maker`.
 
     Args:
         origin: The folder.

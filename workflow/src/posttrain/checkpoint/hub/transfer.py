@@ -45,7 +45,7 @@ class WrongLength(Exception):
 
 
 class HttpFiles:
-    """Files of a Hub repository over plain HTTP; see `filling.Maker`.
+    """Files of a Hub repository over plain HTTP; see `fill_folder.Maker`.
 
     Args:
         source: The repository at its commit.

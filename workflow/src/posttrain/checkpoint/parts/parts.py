@@ -88,7 +88,7 @@ def write_files(folder: Path, files: Sequence[OutputFile], label: str, num_threa
 
 
 class _Writer:
-    """Writes files and describes them; see `filling.Maker`."""
+    """Writes files and describes them; see `fill_folder.Maker`."""
 
     def __init__(self, folder: Path):
         self._folder = folder

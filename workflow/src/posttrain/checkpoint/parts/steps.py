@@ -77,7 +77,7 @@ class Making(Protocol):
         """Return what the folder's receipt says besides what it was made from."""
 
     def clear(self, partial: Path, keep: Collection[str]) -> None:
-        """Take away what lies in the folder and is not to stay."""
+        """Remove from the folder what should not stay."""
 
     def complete(self, partial: Path, parts: Mapping[str, Description]) -> Iterable[str]:
         """Check what the parts made, write what belongs to none of them, and return its names.
@@ -161,7 +161,7 @@ def join_parts(
     making: Making,
     **identity: Any,
 ) -> None:
-    """Hold the parts against the folder, complete it, give it its name, write the receipt.
+    """Check the folder against its parts, complete it, give it its final name, write the receipt.
 
     Args:
         step: Name of the step in receipts.

@@ -212,7 +212,7 @@ def _hub_name(stored: str) -> str:
 
 
 class CastToBf16:
-    """What casting back makes of each tensor of a quantised checkpoint; a `recoded_folder.Recoding`.
+    """What casting back makes of each tensor of a quantised checkpoint; a `converted_folder.Recoding`.
 
     A weight is code * scale in float32, rounded to the nearest BF16. What is not quantised stays as it is.
 

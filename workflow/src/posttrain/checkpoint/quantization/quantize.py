@@ -47,7 +47,7 @@ class WeightFormat(Protocol):
 
 
 class Quantization:
-    """What quantising makes of each tensor of a checkpoint; a `recoded_folder.Recoding`.
+    """What quantising makes of each tensor of a checkpoint; a `converted_folder.Recoding`.
 
     The work is done by a GPU where there is one, a tensor at a time; the bytes are the same.
 

@@ -242,7 +242,7 @@ def _folder_of(task: CopyTask) -> Path:
 
 
 class Copier:
-    """Copies files from their origins; see `filling.Maker`.
+    """Copies files from their origins; see `fill_folder.Maker`.
 
     Args:
         reread: Read every copy once more from the disk and compare.

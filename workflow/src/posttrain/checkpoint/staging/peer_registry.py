@@ -54,7 +54,7 @@ class Peer:
 
 
 class PeerRegistry:
-    """One node's view of the folder, as of the last `look`.
+    """One node's view of the folder, as of the last `refresh`.
 
     Args:
         folder: The same for all nodes that copy the same.

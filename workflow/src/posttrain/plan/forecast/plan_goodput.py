@@ -213,7 +213,7 @@ def _by_nodes(run: Scenario, failures_per_second_and_node: float) -> list[dict[s
 
 
 def _features(run: Scenario, restart_with: Callable[..., RestartSeconds]) -> dict[str, Scenario]:
-    """Return the run as it would be with nothing, then with one feature more each."""
+    """Return the run without any feature, then with one more feature each time."""
     slow = restart_with(reads_weights=True, state_waits=True)
     spares: dict[str, dict[str, Any]] = {}
     if run.spares:
@@ -241,7 +241,7 @@ def _features(run: Scenario, restart_with: Callable[..., RestartSeconds]) -> dic
 
 
 def _what_is_missing(run: Scenario, today: Means, restart_with: Callable[..., RestartSeconds]) -> dict[str, Scenario]:
-    """Return what the run could be with more than there is today, one thing more each."""
+    """Return the run with what it lacks today, one thing more each time."""
     missing: dict[str, Scenario] = {}
     means: dict[str, Any] = {}
     if run.hidden_save < run.save:
@@ -265,7 +265,7 @@ def _best(scenarios: Iterable[Scenario]) -> list[tuple[int, float]]:
 
 @lru_cache
 def _by_interval(scenario: Scenario) -> list[float]:
-    """Return the share of a scenario with each save interval; not to be changed."""
+    """Return the share of a scenario with each save interval; cached, so do not modify the list."""
     return effective_shares(scenario, INTERVALS)
 
 

@@ -36,7 +36,7 @@ def print_plan(plan: Mapping[str, Any]) -> None:
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None) -> Table:
-    """Return a table; numbers stand on the right, which a column's name begins with ">" for."""
+    """Return a table; columns whose name begins with ">" are right-aligned."""
     table = Table(show_edge=False, header_style="bold", title=title, title_justify="left", title_style="")
     for name in columns:
         table.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left")

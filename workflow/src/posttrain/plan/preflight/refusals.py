@@ -78,7 +78,7 @@ def _check_benchmark(config: Config) -> Iterator[Problem]:
 
 
 def _check_secret(config: Config) -> Iterator[Problem]:
-    """Yield that engines of somebody else want to be shown what is not there; it is never shown itself."""
+    """Yield a problem if external engines need a secret that is not set; messages never show it."""
     if config.evaluation.addresses and not os.environ.get(SECRET_VARIABLE):
         allowed = "the secret of the engines at evaluation.addresses"
         yield Problem(SECRET_VARIABLE, "not set", allowed, "set it in the environment, as it is set for these engines")

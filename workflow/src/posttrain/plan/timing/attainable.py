@@ -123,12 +123,12 @@ def dispatch_seconds(hardware: Hardware, ranks: int, copies: int, token_bytes: f
 
 
 def _distinct(places: float, copies: int) -> float:
-    """Return at how many of so many places a token's copies end, each of them as likely as another."""
+    """Return the expected number of distinct places that a token's copies reach, all places being equally likely."""
     return places * (1 - (1 - 1 / places) ** copies)
 
 
 def _between(table: Mapping[float, float], x: float) -> float:
-    """Return the value at x: straight between two points over log x, and constant outside."""
+    """Return the value at x, interpolated linearly over log x between points and constant outside."""
     points = sorted(table)
     x = min(max(x, points[0]), points[-1])
     above = next(i for i, point in enumerate(points) if point >= x)

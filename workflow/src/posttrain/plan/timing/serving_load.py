@@ -140,7 +140,7 @@ def predict_serving(
 
 
 def is_predicted(arch: Architecture, hardware: Hardware, pool_tokens: int) -> bool:
-    """Return whether the fitted constants say something of a model: it has sparse attention, on GPUs, and room.
+    """Return whether the fitted constants apply: sparse attention, on GPUs, with room for a request.
 
     A dense model of one GPU prefills with several times the share of the peak that GLM-5 does.
     """
@@ -281,7 +281,7 @@ class _Serving:
         return finished, tokens
 
     def _pass(self, prompts: Sequence[_Requests], tokens: int) -> None:
-        """Let a step pass, or as many alike as nothing happens in."""
+        """Advance by one step, or by all identical steps until a request ends or memory runs out."""
         running, steps = self.num_running, 1
         if not tokens:
             ends = self.load.output_tokens - max(requests.done for requests in self.running)
@@ -303,7 +303,7 @@ class _Serving:
             self.running.append(requests)
 
     def _end(self) -> int:
-        """Let those go that have all of their tokens; return how many."""
+        """Remove the requests that have all of their tokens; return their number."""
         ended = [requests for requests in self.running if requests.done >= self.load.output_tokens]
         if not ended:
             return 0
