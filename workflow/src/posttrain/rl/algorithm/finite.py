@@ -1,4 +1,4 @@
-"""Whether numbers are finite, asked of gradients and weights where they lie."""
+"""Tests gradients and weights for finite values on their device."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import torch
 
 
 def are_finite(values: torch.Tensor) -> torch.Tensor:
-    """Return whether all numbers are finite, as one bool on the device; the tensor must not be empty.
+    """Return whether all values are finite, as one bool on the device; the tensor must not be empty.
 
-    Least and greatest carry a NaN along. `isfinite(values).all()` would take two and a half times the memory of 16-bit
-    numbers beside them.
+    Minimum and maximum propagate NaN. `isfinite(values).all()` would allocate two and a half times the memory of a
+    16-bit tensor.
     """
     return torch.isfinite(torch.stack(values.aminmax())).all()

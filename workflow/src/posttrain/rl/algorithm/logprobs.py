@@ -1,16 +1,16 @@
-"""Log-probabilities of given tokens and the entropy of their distributions, without ever holding all logits.
+"""Log-probabilities of given tokens and the entropy of their distributions, without materialising all logits.
 
     logits(t)  = hidden(t) @ weight.T / temperature
     logprob(t) = logits(t)[target] - logsumexp(logits(t))
     entropy(t) = logsumexp(logits(t)) - sum over words of p(word) logits(t)[word]
 
 Logits of T tokens are the largest activation of a step: 32,768 tokens x 154,880 words are 18.9 GiB in FP32, and the
-softmax that the backward pass needs is as large again. So the tokens are taken in chunks. The forward pass keeps the
-largest logit and the sum of exponentials of each token; the backward pass makes a chunk's logits once more, turns them
-into their gradient in place, and adds to the gradients of hidden states and matrix. One tensor of [chunk, V] exists at
-a time. The price is one more product with the output matrix.
+softmax for the backward pass is as large again. So tokens are processed in chunks. The forward pass keeps the largest
+logit and the sum of exponentials of each token. The backward pass recomputes a chunk's logits, turns them into their
+gradient in place, and accumulates the gradients of hidden states and matrix. Only one tensor of [chunk, V] exists at a
+time. The cost is one more product with the output matrix.
 
-The temperature is the one at sampling: the policy that is trained is the one that sampled.
+The temperature is that of sampling, because the trained policy must be the one that sampled.
 Shapes: T tokens, H hidden size, V vocabulary (this rank's rows of it).
 
 Sources: Chen et al., Training Deep Nets with Sublinear Memory Cost (arXiv 1604.06174); Shoeybi et al., Megatron-LM
@@ -26,18 +26,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Exponentials exist beside their logits for one part in so many of a chunk.
+# Exponentials are computed for this fraction of a chunk at a time, next to the logits.
 BLOCKS_PER_CHUNK = 16
 
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """Which words of the vocabulary the rows of an output matrix stand for.
+    """The part of the vocabulary that the rows of an output matrix represent.
 
     Args:
         first: Word of the first row.
-        num_words: Rows that stand for a word, from the first; those behind only fill up the matrix.
-        group: Ranks that hold the vocabulary together; None where this one has all of it.
+        num_words: Rows that represent words; the rest is padding.
+        group: Ranks that share the vocabulary; None if this rank has all of it.
     """
 
     first: int
@@ -53,16 +53,16 @@ def chunked_logprobs(
     chunk_size: int,
     shard: VocabularyShard | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the log-probability of each target, and the entropy at its place, from the last hidden states.
+    """Return the log-probability of each target, and the entropy at its position, from the last hidden states.
 
     Args:
         hidden: [T, H].
-        weight: [V, H], the output matrix, of the same type.
+        weight: [V, H], the output matrix, of the same dtype.
         targets: [T] int64, in the whole vocabulary.
         temperature: Above 0.
         chunk_size: Tokens whose logits exist at a time; at least 1.
-        shard: Which words the rows of the matrix are; None: all, in order. Under tensor parallelism the gradient of the
-            hidden states is this rank's part of a sum.
+        shard: The words of the matrix rows; None: all, in order. Under tensor parallelism the gradient of the hidden
+            states is this rank's part of a sum.
 
     Returns:
         [T] fp32 with a gradient, and [T] fp32 without; the same for every chunk size.
@@ -90,7 +90,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         shard: VocabularyShard,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         words = weight[: shard.num_words]
-        # Without a word of its own a rank has nothing to add, whatever the others' largest logit is.
+        # A rank without real words contributes nothing, whatever the other ranks' largest logit is.
         largest = hidden.new_full((len(hidden),), torch.finfo(torch.float32).min, dtype=torch.float32)
         total, product, chosen = (torch.zeros_like(largest) for _ in range(3))
         for rows, logits in logit_chunks(hidden, words, temperature, chunk_size):
@@ -136,7 +136,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
 def logit_chunks(
     hidden: torch.Tensor, words: torch.Tensor, temperature: float, chunk_size: int
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield the rows of each chunk, and its logits [t, V] fp32, over the temperature, all in the same memory."""
+    """Yield each chunk's rows and its logits [t, V] fp32 divided by the temperature, in one reused buffer."""
     if not len(hidden) or not len(words):
         return
     room = hidden.new_empty(min(chunk_size, len(hidden)), len(words), dtype=torch.float32)
@@ -151,12 +151,12 @@ def logit_chunks(
 
 
 def _is_mine(targets: torch.Tensor, shard: VocabularyShard) -> torch.Tensor:
-    """Return [T] whether this rank has the target's word."""
+    """Return [T] bool: whether this rank has the target's word."""
     return (targets >= shard.first) & (targets < shard.first + shard.num_words)
 
 
 def _column(targets: torch.Tensor, shard: VocabularyShard) -> torch.Tensor:
-    """Return [t, 1], the target's column in this rank's logits; any column where it is another rank's."""
+    """Return [t, 1], the target's column in this rank's logits; an arbitrary one if another rank has it."""
     return (targets - shard.first).clamp(0, shard.num_words - 1)[:, None]
 
 
@@ -168,7 +168,7 @@ def _over_ranks(
     targets: torch.Tensor,
     shard: VocabularyShard,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return for the whole vocabulary what each rank knows of its part; counted, as there, from the largest logit.
+    """Combine the ranks' partial results for the whole vocabulary, relative to the global largest logit.
 
     Args:
         largest: [T], the largest logit.
@@ -190,7 +190,7 @@ def _over_ranks(
 
 
 def _add_product(result: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Add left @ right to an FP32 matrix; what is narrower is multiplied as it is, and added up in FP32."""
+    """Add left @ right to an FP32 matrix; narrower inputs are multiplied as they are and accumulated in FP32."""
     if left.dtype == result.dtype:
         result.addmm_(left, right)
     else:

@@ -20,7 +20,7 @@ import torch
 
 @dataclass(frozen=True)
 class Mismatch:
-    """The difference of two sets of log-probabilities; see the head of this file."""
+    """The difference of two sets of log-probabilities; see the module docstring."""
 
     abs_diff_mean: float
     abs_diff_max: float
@@ -36,7 +36,7 @@ def compare_logprobs(trainer: torch.Tensor, engine: torch.Tensor) -> Mismatch:
         engine: [T], of the same tokens.
 
     Raises:
-        ValueError: When a side is empty or not finite, or the two are of different length.
+        ValueError: A side is empty or not finite, or the lengths differ.
 
     Example:
         Trainer (-1, -2), engine (-1, -2 - ln 2), so d is (0, 0.6931): abs_diff_mean 0.3466, abs_diff_max 0.6931, kl_k3

@@ -1,12 +1,12 @@
 """The objective: the interface between the trainer, which runs passes and reduces numbers, and an algorithm.
 
-A trainer asks an objective three times. Groups of samples become an advantage per sample; lengths become the weight of
-each response token in the loss of a global batch; log-probabilities become a loss per token. What the trainer minimises
-is then
+An objective has three functions. `advantages` turns groups of samples into an advantage per sample; `token_weights`
+turns lengths into the weight of each response token in the loss of a global batch; `token_losses` turns
+log-probabilities into a loss per token. The trainer minimises
 
     sum over all response tokens of  weight * token loss
 
-and it knows nothing else of the loss. Shapes: N samples of a global batch, T tokens of a packed micro-batch.
+and knows nothing else of the loss. Shapes: N samples of a global batch, T tokens of a packed micro-batch.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from posttrain.types import SampleGroup
 
 @dataclass(frozen=True)
 class Needs:
-    """What an objective wants to be given.
+    """The inputs that an objective needs.
 
     Args:
-        rollout: Samples of the present policy, so engines; otherwise responses are given.
+        rollout: Samples of the current policy, hence engines; otherwise responses are offline.
         old_logprobs: Log-probabilities of the trainer's policy before the first update on a rollout.
-        engine_logprobs: Those that the engine reported when it sampled.
+        engine_logprobs: Log-probabilities that the engine reported when sampling.
     """
 
     rollout: bool = False
@@ -37,15 +37,15 @@ class Needs:
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """A packed micro-batch as an objective sees it: values per token, of which only response tokens count.
+    """An objective's view of a packed micro-batch: values per token, of which only response tokens count.
 
     Args:
         lengths: Tokens of each sequence of the row, in order; padding is a sequence, too.
         is_response: [T] bool, where the target is a response token.
         advantages: [T] fp32, the advantage of the token's sample; 0 outside responses.
-        weights: [T] fp32, the token's share in the loss of the global batch; 0 outside responses.
-        old_logprobs: [T] fp32, of the policy before the update; None where the objective needs none.
-        engine_logprobs: [T] fp32, 0 outside responses; None where the objective needs none.
+        weights: [T] fp32, the token's weight in the loss of the global batch; 0 outside responses.
+        old_logprobs: [T] fp32, of the policy before the update; None if not needed.
+        engine_logprobs: [T] fp32, 0 outside responses; None if not needed.
     """
 
     lengths: tuple[int, ...]
@@ -64,24 +64,24 @@ class TokenBatch:
         return TokenBatch(self.lengths, is_response, advantages, weights, old, engine)
 
     def per_sequence(self, values: torch.Tensor, reduce: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Return, at each token, what `reduce` makes of the response tokens of its sequence.
+        """Return at each token the `reduce` of its sequence's response tokens.
 
         Args:
             values: [T].
-            reduce: [number of response tokens] to a number; not called for a sequence that has none.
+            reduce: Maps [number of response tokens] to a scalar; not called for a sequence without response tokens.
 
         Returns:
             [T]; 0 in sequences without response tokens.
         """
         rows = zip(values.split(self.lengths), self.is_response.split(self.lengths), strict=True)
-        # Row by row: on GPUs, torch's scattered sums depend on the order in which they arrive. A sum of nothing is 0
-        # and has a gradient: that of a rank without a sample goes backward, too, for others wait for it.
+        # Loop over sequences: on GPUs torch's scatter sums are not deterministic. The sum of nothing is 0 with a
+        # gradient, because a rank without a sample must also run the backward pass, for which others wait.
         reduced = [reduce(row[mask]) if mask.any() else row[mask].sum() for row, mask in rows]
         return torch.cat([value.expand(length) for value, length in zip(reduced, self.lengths, strict=True)])
 
 
 class Objective(Protocol):
-    """An objective; see the head of this file."""
+    """An objective; see the module docstring."""
 
     @property
     def needs(self) -> Needs:
@@ -89,13 +89,13 @@ class Objective(Protocol):
 
     @property
     def statistics(self) -> tuple[str, ...]:
-        """Names, in `rl.algorithm.statistics`, of what `token_losses` reports."""
+        """Names (of `rl.algorithm.statistics`) that `token_losses` reports."""
 
     def advantages(self, groups: Sequence[SampleGroup]) -> torch.Tensor:
         """Return [N] fp32, one advantage per sample of all groups, in order.
 
         Raises:
-            ValueError: A reward is not finite, or groups are not what their prompts say.
+            ValueError: A reward is not finite, or samples are in the wrong group.
         """
 
     def token_weights(self, lengths: Sequence[int], micro_batches: Sequence[Sequence[int]]) -> torch.Tensor:
@@ -109,9 +109,9 @@ class Objective(Protocol):
     def token_losses(
         self, logprobs: torch.Tensor, batch: TokenBatch
     ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-        """Return the loss of each token [T], and under each of its statistics' names a value per token [T].
+        """Return the loss of each token [T], and statistic name -> value per token [T].
 
         Args:
             logprobs: [T] fp32 of the policy being trained; carries the gradient.
-            batch: What goes with them.
+            batch: The other token values.
         """

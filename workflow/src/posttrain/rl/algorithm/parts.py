@@ -1,4 +1,4 @@
-"""The parts of a policy-gradient algorithm: one file each, in the folder of their kind. Read without torch."""
+"""Finds the parts of a policy-gradient algorithm: one file each, in a folder per kind. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def part_names(kind: str) -> tuple[str, ...]:
-    """Return the names of all parts of a kind, which is a folder of this package.
+    """Return the names of all parts of a kind (a folder of this package).
 
     Example:
         part_names("aggregation") begins with "constant".

@@ -1,13 +1,13 @@
 """The policy gradient, composed of five parts that are chosen one by one.
 
     advantage      rewards of a group -> how much better than expected a sample was
-    ratio_level    what has one importance ratio exp(logprobs - old_logprobs): a token or a sequence
+    ratio_level    level of the importance ratio exp(logprobs - old_logprobs): token or sequence
                    (old_logprobs: the trainer's, or the engine's)
     clip           ratio and advantage -> loss per token
     aggregation    losses per token -> one number
     correction     the engine's log-probabilities beside the trainer's -> a factor of each token's loss
 
-Published algorithms are lines of `config/algorithms.yaml`. Any other combination works, too: no part knows another.
+Published algorithms are lines of `config/algorithms.yaml`. Any other combination works, too: parts are independent.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from posttrain.rl.algorithm.settings import Algorithm
 from posttrain.rl.algorithm.statistics import NUM_PARTS, RATIO_EDGES, RATIO_HISTOGRAM
 from posttrain.types import SampleGroup
 
-# What says something only if the trainer computed both sides.
+# Statistics that are meaningful only if the trainer computed both sides.
 _OF_TRAINER = ("first_update_ratio_max_abs_deviation",)
 
 
@@ -32,7 +32,7 @@ class PolicyGradient:
     """An `Objective` of five parts.
 
     Args:
-        settings: Which, and their numbers.
+        settings: The parts and their parameters.
         longest: The response limit in tokens.
     """
 
@@ -48,7 +48,7 @@ class PolicyGradient:
 
     @property
     def needs(self) -> Needs:
-        """Rollouts and the log-probabilities before the update; the engine's as these, or to correct for them."""
+        """Rollouts and old log-probabilities; the engine's in their place or for the correction."""
         from_engine = self._settings.old_logprobs == "engine"
         return Needs(True, old_logprobs=not from_engine, engine_logprobs=from_engine or self._correct is not None)
 
@@ -66,7 +66,7 @@ class PolicyGradient:
         return names + (("correction_mean", "correction_zero_fraction") if self._correct else ())
 
     def advantages(self, groups: Sequence[SampleGroup]) -> torch.Tensor:
-        """See `Objective`; all groups have one size. A prompt may have two groups: a dataset smaller than a rollout."""
+        """See `Objective`; all groups have one size. If a rollout exceeds the dataset, a prompt may have two groups."""
         _check_groups(groups)
         given = [sample.reward for group in groups for sample in group.samples]
         if wrong := [reward for reward in given if reward is not None and not math.isfinite(reward)]:
@@ -89,7 +89,7 @@ class PolicyGradient:
         log_ratio = self._level(logprobs - old_logprobs, batch)
         factors = self._factors(batch)
         if factors is not None:
-            # What is left out has no gradient either, however large its ratio is.
+            # Masked tokens have no gradient, however large their ratio is.
             log_ratio = log_ratio.masked_fill(factors == 0, 0.0)
         losses, clipped = self._clip(log_ratio, logprobs, batch.advantages, self._settings)
         statistics = _movement(logprobs.detach(), old_logprobs, batch) | {"clip_fraction": clipped}
@@ -99,7 +99,7 @@ class PolicyGradient:
         return losses, statistics
 
     def _factors(self, batch: TokenBatch) -> torch.Tensor | None:
-        """Return what corrects each token's loss for the engine [T]; None where nothing does."""
+        """Return the engine correction factor of each token's loss [T]; None without correction."""
         if self._correct is None:
             return None
         assert batch.engine_logprobs is not None, "the samples have the engine's log-probabilities"
@@ -114,7 +114,7 @@ def approximate_kl(logprobs: torch.Tensor, old_logprobs: torch.Tensor) -> torch.
     Source: Schulman, Approximating KL Divergence (2020), k3.
 
     Args:
-        logprobs: [T] of the policy now.
+        logprobs: [T] of the current policy.
         old_logprobs: [T] of the policy that sampled.
 
     Returns:
@@ -143,7 +143,7 @@ def _movement(logprobs: torch.Tensor, old_logprobs: torch.Tensor, batch: TokenBa
 
 
 def _parts_of_responses(batch: TokenBatch) -> torch.Tensor:
-    """Return [T] int64, in which part of its response, cut into equal ones, a token stands; any outside responses.
+    """Return [T] int64, the part of its response (cut into equal parts) of each token; arbitrary outside responses.
 
     Example:
         A response of 5 tokens in 4 parts: 0, 0, 1, 2, 3.
@@ -158,7 +158,7 @@ def _parts_of_responses(batch: TokenBatch) -> torch.Tensor:
 
 
 def _check_groups(groups: Sequence[SampleGroup]) -> None:
-    """Refuse samples in the wrong group: comparing them with others would be no error that anybody sees."""
+    """Refuse samples in the wrong group, which would otherwise be a silent error."""
     for group in groups:
         strangers = sorted({sample.prompt_id for sample in group.samples} - {group.prompt.prompt_id})
         if strangers:

@@ -1,4 +1,4 @@
-"""The configuration's section `algorithm`: which parts, and their numbers. Read at every dry run, so without torch."""
+"""The configuration's section `algorithm`: parts and parameters. Read at every dry run, so it imports no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from posttrain.document import ANY, _doc
 from posttrain.rl.algorithm.parts import part_names
 
-# Of what is learned from rewards: beside given responses it would be without effect.
+# Fields for learning from rewards, without effect on offline responses.
 _OF_REWARDS = {"training.objective": ("rl",)}
 
 

@@ -1,9 +1,8 @@
-"""Supervised fine-tuning: given responses become more likely.
+"""Supervised fine-tuning on offline responses.
 
     loss of a token = -log-probability
 
-It is an objective like any other, and the plainest: it needs no rollout, no engine and no log-probabilities from
-before. Every sample has advantage 1; its reward is not looked at.
+It needs no rollout, no engine and no old log-probabilities. Every sample has advantage 1; rewards are ignored.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from posttrain.types import SampleGroup
 
 
 class SupervisedFineTuning:
-    """An `Objective` on given responses.
+    """An `Objective` on offline responses.
 
     Args:
         loss_aggregation: A part of `aggregation`: "token_mean" is the mean over all response tokens of a global batch.

@@ -1,6 +1,6 @@
-"""What an objective reports besides its loss: every name, and how values of tokens become one number.
+"""Statistics that objectives report besides the loss: their names, and how token values are reduced to one number.
 
-Read by the table of metrics, so without torch. An objective declares those names that it gives.
+The table of metrics reads it, so it imports no torch. Each objective declares the names that it reports.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 MEAN, LARGEST = "mean", "largest"
 
-# The histogram of importance ratios: parts of a response, and in each the edges and names of its bins.
+# Histogram of importance ratios: number of response parts, and the bin edges and names in each.
 NUM_PARTS = 4
 RATIO_EDGES = (0.8, 0.95, 1.05, 1.25)
 _BINS = ("far_below", "below", "near", "above", "far_above")
@@ -22,8 +22,8 @@ class Statistic:
 
     Args:
         doc: Its definition.
-        over_tokens: "mean" over the response tokens of the global batch; over a step's updates, it is weighted by their
-            tokens. "largest": of all tokens of the step's first update.
+        over_tokens: "mean" over the response tokens of the global batch, and over a step's updates weighted by tokens;
+            "largest": the maximum over all tokens of the step's first update.
         unit: As printed on an axis.
     """
 

@@ -1,8 +1,8 @@
-"""Values of Arrow's types as the JSON that they were written from.
+"""Converts Arrow values back to the JSON from which they were written.
 
-Arrow gives every struct of a column the fields of all of them, null where a row has none; `datasets` writes dicts that
-differ, and columns of texts and numbers, as JSON text of the extension type `arrow.json`. Both are undone here. A null
-that somebody wrote into a struct cannot be told from a missing field and is dropped with them.
+Arrow gives every struct of a column the union of all fields, with null for missing ones. `datasets` writes differing
+dicts, and columns of mixed texts and numbers, as JSON text of the extension type `arrow.json`. Both are undone here. An
+original null in a struct cannot be distinguished from a missing field and is dropped, too.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from posttrain.store import parse_json
 if TYPE_CHECKING:
     import pyarrow
 
-# Makes JSON of what `to_pylist` returns.
+# Converts a value of `to_pylist` to JSON types.
 Decoder = Callable[[Any], Any]
 
 
 def decoder_of(kind: pyarrow.DataType) -> Decoder | None:
-    """Return what makes JSON of a type's values, None where they are left as they are.
+    """Return the decoder of a type's values to JSON types; None if they need none.
 
     The decoder raises a ValueError for text that is not valid JSON.
     """
     from pyarrow import BaseExtensionType, types
 
     if isinstance(kind, BaseExtensionType):
-        # Others come as Python's own values (a UUID, a bool) or as those of their storage.
+        # Other types arrive as Python values (a UUID, a bool) or as values of their storage type.
         is_json = kind.extension_name == "arrow.json"
         return _unless_null(lambda text: parse_json(text, unique_names=True)) if is_json else None
     if types.is_dictionary(kind) or types.is_run_end_encoded(kind):

@@ -1,12 +1,12 @@
-"""Conversations of the workflow's own for calibration passes: made by a seed, so that they need no network.
+"""Generates conversations for calibration passes from a seed, without network access.
 
-They are small stand-ins for what a model is served with, of three kinds:
+They are small stand-ins for real traffic, of three kinds:
 
     coding   several turns with tools, their calls and results, system prompts in English and Chinese
     broad    questions and answers on many topics in nine languages
     deep     a question about a long context: modules, logs and minutes, some 70,000 characters
 
-Whoever has conversations of real users gives those (`serving.passes`).
+Real users' conversations, if available, are better (`serving.passes`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from posttrain.rl.data.rows import Row
 
-# Longer than 8,192 tokens in any tokenizer that joins fewer than eight characters on average.
+# More than 8,192 tokens with any tokenizer of fewer than eight characters per token.
 DEEP_CHARACTERS = 70_000
 _WORDS = (
     *(
@@ -49,7 +49,7 @@ _TOOLS = (
     ("run_tests", "Run the tests that match a pattern", {"pattern": "string"}),
     ("search", "Find a word in all files", {"word": "string", "limit": "integer"}),
 )
-# Question and answer, with a place for a word of the topic and for two numbers.
+# Question and answer, with placeholders for a topic word and two numbers.
 _BROAD = (
     (
         "How does a {a} keep a {b} from overflowing when {m} of them arrive within {n} minutes?",
@@ -86,12 +86,12 @@ _BROAD = (
 
 
 def make_conversations(which: str, count: int, seed: int = 0) -> list[Row]:
-    """Return conversations of one of the workflow's own sets, the same for the same seed.
+    """Return conversations of one built-in set; deterministic for a seed.
 
     Args:
         which: "coding", "broad" or "deep".
-        count: How many.
-        seed: Of the draw; the global random state is neither read nor changed.
+        count: Number of conversations.
+        seed: Random seed; the global random state is neither read nor changed.
     """
     make: Mapping[str, Callable[[random.Random], Row]] = {"coding": _coding, "broad": _broad, "deep": _deep}
     draw = random.Random(f"{which} {seed}")

@@ -1,7 +1,7 @@
-"""Chat messages to token ids and back, with the tokenizer and the chat template that the model brings along.
+"""Converts chat messages to token ids and back, with the model's tokenizer and chat template.
 
-Nothing of a checkpoint is executed: the template is rendered by transformers' sandbox, and a tokenizer that needs code
-of its own is refused.
+No checkpoint code is executed: transformers' sandbox renders the template, and a tokenizer that needs custom code is
+refused.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from posttrain.rl.data.deadline import deadline
 from posttrain.rl.data.messages import RowError
 from posttrain.rl.data.tool_calls import forms_of, in_form
 
-# What the workflow itself decides when it renders.
+# Template variables that the workflow sets itself.
 DECIDED_VARIABLES = ("conversation", "tokenize", "add_generation_prompt")
-# A text that no template has.
+# A text that no template contains.
 _PROBED = "probed text"
-# A conversation takes milliseconds; a template may hold loops that take years.
+# Rendering takes milliseconds, but a template may contain endless loops.
 RENDER_SECONDS = 60.0
-# Of a template's refusal, as much as tells where it is.
+# Characters of a template's error in messages.
 SHOWN_CHARACTERS = 40
 
 
@@ -37,7 +37,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a checkpoint.
 
     Raises:
-        CheckpointError: It cannot be loaded as it is.
+        CheckpointError: It cannot be loaded without custom code.
     """
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
@@ -50,10 +50,10 @@ class ChatTokenizer:
 
     Args:
         folder: The checkpoint, with its tokenizer files and chat template.
-        template_kwargs: `data.chat_template_kwargs`: further variables of the template, `NAME=JSON` each.
+        template_kwargs: `data.chat_template_kwargs`: further template variables, `NAME=JSON` each.
 
     Raises:
-        CheckpointError: When the tokenizer cannot be loaded as it is, or has no chat template.
+        CheckpointError: The tokenizer cannot be loaded without custom code, or has no chat template.
     """
 
     def __init__(self, folder: Path, template_kwargs: Sequence[str] = ()):
@@ -75,16 +75,16 @@ class ChatTokenizer:
         generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> tuple[int, ...]:
-        """Return the token ids of a conversation, up to where the model's answer begins.
+        """Return the token ids of a conversation, with the generation prompt.
 
         Args:
             messages: Each with "role" and "content", or with "tool_calls".
             tools: JSON schemas of the functions that the answer may call.
-            generation_prompt: Off, the conversation ends with its last message.
-            template_kwargs: Further variables of the template, in place of the tokenizer's own of that name.
+            generation_prompt: False: the conversation ends with its last message.
+            template_kwargs: Further template variables, which override the tokenizer's.
 
         Raises:
-            CheckpointError: The template has a mistake, does not take such messages, or leaves its sandbox.
+            CheckpointError: The template has an error, rejects the messages, or violates its sandbox.
         """
         options = {**(template_kwargs or {}), "add_generation_prompt": generation_prompt, "tokenize": True}
         return tuple(self._apply(messages, tools, **options))
@@ -95,10 +95,10 @@ class ChatTokenizer:
         answer: Mapping[str, Any],
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the token ids of a prompt and of a given answer, which ends as a sampled one does: with a stop token.
+        """Return the token ids of a prompt and of an offline answer, which ends with a stop token like a sampled one.
 
-        The answer is what the conversation's text has behind the prompt's, up to the last stop token. Where a template
-        ends an answer with the next turn's first token, as GLM's do, that one is added.
+        The answer is the conversation's text after the prompt's, up to the last stop token. If a template ends an
+        answer with the next turn's first token, like GLM's, that token is appended.
 
         Args:
             messages: As for `render`.
@@ -106,8 +106,8 @@ class ChatTokenizer:
             tools: As for `render`.
 
         Raises:
-            ConfigError: The template renders a prompt differently when it is answered, or leaves out some of that.
-            CheckpointError: See `render`; or nothing says what ends an answer.
+            ConfigError: The template renders the prompt differently with an answer, or drops part of the answer.
+            CheckpointError: See `render`; or the answer's end token is unknown.
         """
         prompt, whole = (
             str(self._apply(turns, tools, add_generation_prompt=is_asked, tokenize=False))
@@ -153,7 +153,7 @@ class ChatTokenizer:
         tools: Sequence[Mapping[str, Any]] | None,
         options: Mapping[str, Any],
     ) -> str:
-        """Return the message behind the longest beginning of a conversation that can be rendered."""
+        """Return the first message at which rendering fails, by rendering prefixes of the conversation."""
         for count in range(len(messages) - 1, 0, -1):
             with contextlib.suppress(Exception):
                 shown = [in_form(message, self._forms_of_arguments) for message in messages[:count]]
@@ -170,7 +170,7 @@ class ChatTokenizer:
         return stop_token_ids(self._folder)
 
     def _end_of_turn(self, calls_tool: bool) -> int:
-        """Return the stop token with which the turn after an answer begins; where it is none, the end of text."""
+        """Return the stop token that begins the turn after an answer; if there is none, the end of text."""
         if calls_tool in self._ends_of_turns:
             return self._ends_of_turns[calls_tool]
         turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
@@ -185,7 +185,7 @@ class ChatTokenizer:
         return self._ends_of_turns[calls_tool]
 
     def end_of_answer(self) -> str | None:
-        """Return what the template puts between an answer and the next message, None where it shows neither."""
+        """Return the template's text between an answer and the next message; None if it renders neither."""
         messages = [
             {"role": role, "content": content}
             for role, content in (("user", "a"), ("assistant", _PROBED), ("user", _PROBED + "b"))
@@ -208,18 +208,18 @@ class ChatTokenizer:
         return Problem(f"{self._folder}: chat template", value, allowed, remedy)
 
     def decode(self, response_tokens: Sequence[int]) -> str:
-        """Return the text of a response; end token and other special tokens leave no trace."""
+        """Return the text of a response without special tokens."""
         return str(self.tokenizer.decode(list(response_tokens), skip_special_tokens=True))
 
 
 def parse_template_kwargs(words: Sequence[str]) -> dict[str, Any]:
-    """Return the variables that `data.chat_template_kwargs` gives to the chat template.
+    """Parse the template variables of `data.chat_template_kwargs`.
 
     Args:
-        words: `NAME=VALUE` each; a value that is no JSON is a text.
+        words: `NAME=VALUE` each; a value that is not JSON is a string.
 
     Raises:
-        ConfigError: A word has no name, or names what the workflow itself decides.
+        ConfigError: A word has no name, or names a variable that the workflow sets itself.
 
     Example:
         ["enable_thinking=false", "effort=high"] -> {"enable_thinking": False, "effort": "high"}
@@ -238,17 +238,17 @@ def parse_template_kwargs(words: Sequence[str]) -> dict[str, Any]:
 
 
 def stop_token_ids(folder: Path) -> frozenset[int]:
-    """Return the tokens of which any ends a response.
+    """Return the tokens that end a response.
 
     Args:
         folder: A checkpoint in Hub layout.
 
     Raises:
-        CheckpointError: It names none, or something that is no token id.
+        CheckpointError: The checkpoint names none, or an invalid token id.
     """
     files = [path for name in ("generation_config.json", "config.json") if (path := folder / name).exists()]
     found = [read_object(path).get("eos_token_id") for path in files]
-    # An empty list says as little as none, to SGLang too.
+    # An empty list counts as missing, as in SGLang.
     ids = next((ids for ids in found if ids not in (None, [])), None)
     if ids is None:
         raise CheckpointError(f"{folder}: neither generation_config.json nor config.json has an eos_token_id")
@@ -259,7 +259,7 @@ def stop_token_ids(folder: Path) -> frozenset[int]:
 
 
 def _ends_with(text: str, prompt: str, answer: str) -> bool:
-    """Return whether a text has the whole answer, which reaches beyond the prompt; templates strip lines."""
+    """Return whether a text contains the whole answer after the prompt, ignoring stripped white space."""
     squeezed, start, wanted = ("".join(some.split()) for some in (text, prompt, answer))
     place = squeezed.rfind(wanted)
     return not wanted or (place >= 0 and place + len(wanted) > len(start))

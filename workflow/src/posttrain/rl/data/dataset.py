@@ -1,4 +1,4 @@
-"""The prompts of a dataset that was made: one JSON object a line, in columns that are always the same."""
+"""Reads and writes prepared prompts: JSON lines with fixed columns."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def load_prompts(path: Path, left_out: Container[int] = ()) -> list[Prompt]:
 
     Args:
         path: `train.jsonl` or `heldout.jsonl` of a dataset.
-        left_out: Prompts that are not wanted, by `prompt_id`.
+        left_out: `prompt_id` of prompts to skip.
 
     Returns:
-        The prompts in the file's order; `prompt_id` is the place, from 0.
+        The prompts in file order; `prompt_id` is the index, from 0.
 
     Raises:
-        ConfigError: It is no such file.
+        ConfigError: The file is not a prepared dataset.
     """
     prompts: list[Prompt] = []
     for row in read_raw(path):
@@ -38,8 +38,8 @@ def load_prompts(path: Path, left_out: Container[int] = ()) -> list[Prompt]:
 
 
 def write_prompts(path: Path, prompts: Sequence[Prompt]) -> None:
-    """Write prompts durably: `prompt`, `label`, and of `source`, `columns` and `tools` those that say something."""
-    # Line by line: one text of all of them would take their memory once more.
+    """Write prompts durably: `prompt`, `label`, and `source`, `columns` and `tools` if not empty."""
+    # Line by line, to avoid a second copy of everything in memory.
     write_atomic(path, lambda file: file.writelines(map(_line, prompts)))
 
 

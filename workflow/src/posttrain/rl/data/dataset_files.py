@@ -1,6 +1,6 @@
-"""Makes `train.jsonl` and `heldout.jsonl`: generated, from local files or from a Hub repository; checked.
+"""Makes and checks `train.jsonl` and `heldout.jsonl`, generated, from local files or from a Hub repository.
 
-Both files have the same columns (`dataset.py`), whatever form the source had, and no prompt of one stands in the other.
+Both files have the same columns (`dataset.py`), whatever the source's format, and share no prompt.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ log = logging.getLogger(__name__)
 TRAIN, HELDOUT = "train.jsonl", "heldout.jsonl"
 # Of a calibration pass.
 CONVERSATIONS = "conversations.jsonl"
-# What a Hub repository gave, as it gave it.
+# Folder for the Hub's original files.
 SOURCE_FOLDER = "source"
 
 
 @dataclass(frozen=True)
 class Side:
-    """The files that one side of a dataset is read from.
+    """The files of one side of a dataset.
 
     Args:
-        name: As the configuration has them.
-        paths: In order.
+        name: Their name in the configuration.
+        paths: Their paths, in order.
     """
 
     name: str
@@ -77,7 +77,7 @@ def make_dataset(data: Data, folder: Path, manifest: Path, rule: RetryRule | Non
     heldout: list[Prompt] = []
     fetched: list[FileRecord] = []
     for name, source in sources_of(data).items():
-        # Each has a folder and a list of its own: two may have files of one name.
+        # Each source has its own folder and file list, because two may have files of the same name.
         lists = manifest.with_name(f"{name}.{manifest.name}") if name else manifest
         sides, records = _rows_of(source, folder, SOURCE_FOLDER + f"/{name}" * bool(name), lists, rule, report)
         train += _prompts(sides[0], name, len(train))
@@ -95,11 +95,11 @@ def make_rows(
 ) -> tuple[FileRecord, ...]:
     """Fill `folder` with held-out rows.
 
-    Of an evaluation suite they are prompts, all of them held out; of a calibration pass conversations, to which answers
-    that rows end with belong.
+    An evaluation suite's rows are prompts, all held out. A calibration pass's rows are conversations, which include the
+    answers at their end.
 
     Args:
-        wanted: Their configuration.
+        wanted: Configuration of the suite or pass.
         folder: The partial folder.
         manifest: Where the Hub's list of files is kept (kind hub).
         rule: How often the Hub is asked again.
@@ -108,7 +108,7 @@ def make_rows(
         One record per file, sorted by path.
 
     Raises:
-        ConfigError: A source is missing, has no rows or wrong ones, or fewer than a suite asks for.
+        ConfigError: A source is missing, has no rows or invalid rows, or fewer than a suite requests.
         RuntimeError: The Hub cannot be reached.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -143,7 +143,7 @@ def _as_many_as_asked(rows: Sequence[Row], suite: Suite, side: Side) -> Sequence
 
 
 def _answered(row: Row) -> Row:
-    """Return the row of a dialogue with the answer that was taken for its label."""
+    """Return a dialogue's row with its final answer, which was split off as the label."""
     answer = row.label if isinstance(row.label, list) else [row.answer or answer_of(row.label)]
     return replace(row, messages=(*row.messages, *answer), answer=None)
 
@@ -151,7 +151,7 @@ def _answered(row: Row) -> Row:
 def _rows_of(
     data: Data, folder: Path, fetched: str, manifest: Path, rule: RetryRule | None, report: Path
 ) -> tuple[tuple[Sequence[Row], Sequence[Row]], tuple[FileRecord, ...]]:
-    """Return the rows of both sides of one source, and a record of each file that was fetched, into `fetched`."""
+    """Return the rows of both sides of one source, and a record of each file fetched into `fetched`."""
     if data.kind == "sort_digits":
         drawn = generate_prompts(data.num_digits, data.num_train_prompts, data.num_heldout_prompts, data.seed)
         train, heldout = ([Row(tuple(row["prompt"]), row["label"]) for row in side] for side in drawn)
@@ -165,7 +165,7 @@ def _rows_of(
 def _sides(
     data: Data, folder: Path, fetched: str, manifest: Path, rule: RetryRule | None
 ) -> tuple[tuple[Side, Side], tuple[FileRecord, ...]]:
-    """Return where the rows of both sides are, and a record of each file that was fetched, into `fetched`."""
+    """Return the files of both sides, and a record of each file fetched into `fetched`."""
     if data.kind in LOCAL_DATA:
         return (_local(data.train_file), _local(data.heldout_file or data.train_file)), ()
     return _fetch(data, folder, fetched, manifest, rule or RetryRule())
@@ -181,7 +181,7 @@ def _local(pattern: str) -> Side:
 def _fetch(
     data: Data, root: Path, name: str, manifest: Path, rule: RetryRule
 ) -> tuple[tuple[Side, Side], tuple[FileRecord, ...]]:
-    """Return both sides, and a record of each file that was fetched for them, into the folder `name` below the root."""
+    """Return both sides, and a record of each file fetched into the folder `name` below the root."""
     folder = root / name
     source = HubSource(data.repo_id, data.revision, "dataset", "data")
 
@@ -193,7 +193,7 @@ def _fetch(
         chosen = _sides_of(data, [file.path for file in files], "", source)
     else:
         chosen = _sides_of(data, *_listed(source, folder, manifest, rule, get), source)
-        # The card, too: without the Hub it must say again which files these are.
+        # Fetch the card, too, which names the files when the Hub is not reachable later.
         files = get({CARD, *chosen[0], *chosen[1]}.__contains__)
     names = (data.train_file or data.split, data.heldout_file or data.heldout_split or data.train_file or data.split)
     train, heldout = (
@@ -204,7 +204,7 @@ def _fetch(
 
 
 def _listed(source: HubSource, folder: Path, manifest: Path, rule: RetryRule, get: Callable) -> tuple[list[str], str]:
-    """Return all files of rows of a repository, and its card."""
+    """Return all row files of a repository, and its card."""
     listed = list_files(source, manifest, lambda path: path == CARD or path.endswith(SUFFIXES), rule)
     lying = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     paths = [str(file.path) for file in listed.files] if listed else sorted(lying)
@@ -243,21 +243,21 @@ def _none_of(data: Data, file: str, split: str, source: HubSource) -> Problem:
 
 
 def report_of(folder: Path) -> Path:
-    """Return where the wrong lines of a dataset's files are listed: `maths.partial` -> `maths.wrong_lines.txt`."""
+    """Return the path of a dataset's report of invalid lines: `maths.partial` -> `maths.wrong_lines.txt`."""
     return folder.with_name(f"{folder.name.removesuffix('.partial')}.wrong_lines.txt")
 
 
 def split_rows(data: Data, train_side: Side, heldout_side: Side, report: Path) -> tuple[list[Row], list[Row]]:
-    """Return the rows to train on and those held out.
+    """Return the training rows and the held-out rows.
 
-    The same files for both give their last `num_heldout_prompts` rows to the held-out side; of files of its own the
-    first `num_heldout_prompts` rows are taken.
+    If both sides use the same files, their last `num_heldout_prompts` rows are held out; if the held-out side has
+    separate files, their first `num_heldout_prompts` rows.
 
     Args:
         data: The configuration's section, or that of one source.
-        train_side: Where the prompts to train on are.
-        heldout_side: The same, or others.
-        report: Lists every wrong line of both sides, when there are any.
+        train_side: Files of training prompts.
+        heldout_side: The same or other files.
+        report: Output: a list of all invalid lines of both sides, if any.
 
     Raises:
         ConfigError: See `make_dataset`.
@@ -267,7 +267,7 @@ def split_rows(data: Data, train_side: Side, heldout_side: Side, report: Path) -
     train, heldout = read[0].rows, read[-1].rows
     count = data.num_heldout_prompts
     if is_one:
-        # At least one row must be left to train on.
+        # At least one training row must remain.
         _require_rows(train_side.name, len(train) - 1, data)
         return train[: len(train) - count], train[len(train) - count :]
     _require_rows(heldout_side.name, len(heldout), data)
@@ -275,7 +275,7 @@ def split_rows(data: Data, train_side: Side, heldout_side: Side, report: Path) -
 
 
 def _read_sides(sides: Sequence[Side], reading: Reading, report: Path) -> list[ReadRows]:
-    """Return what each side has, after checking every row of all."""
+    """Read each side and check every row."""
     empty = [Problem("data", side.name, "files of rows", "check the pattern") for side in sides if not side.paths]
     raise_if_any(empty)
     read = [read_rows(side.name, side.paths, reading) for side in sides]
@@ -295,7 +295,7 @@ def _prompts(rows: Sequence[Row], source: str, first: int) -> list[Prompt]:
 
 
 def _refuse_both(train: Sequence[Prompt], heldout: Sequence[Prompt]) -> None:
-    """Refuse prompts that are trained on and held out, of whatever source."""
+    """Refuse prompts that are both trained on and held out, of any sources."""
     known = {digest_of(prompt.messages, prompt.tools) for prompt in train}
     both = [prompt for prompt in heldout if digest_of(prompt.messages, prompt.tools) in known]
     if both:

@@ -1,9 +1,9 @@
-"""The public forms of datasets, recognised by their columns; where prompt and label lie in each.
+"""Recognises public dataset formats by their columns, and locates prompt and label in each.
 
-A form is a line of `FORMS`. Of the first rows, each form fits those that have its columns with values of the right
-kind; the first form of the table that fits half of them or more is the file's, or else the one that fits most. Forms
-with more columns stand above those with fewer of the same, so the more specific one is taken; the project's own form
-stands first, so that a file with `prompt` and `label` is read by these whatever else it has.
+A format is an entry of `FORMS`. It matches a row that has its columns with values of the right type. A file's format is
+the first in the table that matches at least half of the first rows, or else the one that matches most. More specific
+formats precede those with a subset of their columns. The project's own format is first, so that a file with `prompt`
+and `label` is read by these whatever else it has.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from typing import Any
 
 from posttrain.rl.data.keys import AbsentError, parse_key
 
-# What a value must be for a form to fit.
+# Type tests for values.
 Kind = Callable[[Any], bool]
 
 
 class NoLabelError(ValueError):
-    """A row says that it has no label which a program could compare with; the text says how."""
+    """A row has no label that a program could compare with; the text says why."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """Where the prompt and the label of a row lie.
+    """A dataset format: where a row's prompt and label are.
 
     Args:
-        name: As it is told.
-        fits: Keys that a row has, and what their values are.
+        name: Name in messages.
+        fits: Required keys, and the type tests of their values.
         prompt: Key of the prompt.
-        label: Key of the label; empty for forms that have none.
-        finish: Makes the label of what `label` points at; raises `NoLabelError` when there is none in it.
+        label: Key of the label; empty if there is none.
+        finish: Extracts the label from the value at `label`; raises `NoLabelError` if it contains none.
         is_dialogue: The prompt's messages end with the answer, which is the label.
-        left_out: Columns that no reward reads and that are larger than all others together.
+        left_out: Large columns that no reward reads.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Form:
     left_out: frozenset[str] = field(default=frozenset())
 
     def is_of(self, row: Mapping[str, Any]) -> bool:
-        """Return whether a row has the form's columns."""
+        """Return whether a row has the format's columns."""
         try:
             return all(kind(parse_key(key).find(row)) for key, kind in self.fits.items())
         except AbsentError:
@@ -54,10 +54,10 @@ class Form:
 
 
 def recognise(rows: Sequence[Mapping[str, Any]]) -> Form | None:
-    """Return the form of a file, None for none that is known.
+    """Return the format of a file, None if unknown.
 
     Args:
-        rows: Its first rows.
+        rows: The file's first rows.
     """
     counts = [sum(map(form.is_of, rows)) for form in FORMS]
     most = max(counts)
@@ -69,7 +69,7 @@ def recognise(rows: Sequence[Mapping[str, Any]]) -> Form | None:
 
 
 def after_hashes(answer: str) -> str:
-    """Return what follows the last `####` of a solution, numbers without commas between thousands.
+    """Return the text after the last `####` of a solution, without thousands separators.
 
     Example:
         "48 / 2 = 24 ... #### 1,072" gives "1072".
@@ -81,7 +81,7 @@ def after_hashes(answer: str) -> str:
 
 
 def last_boxed(solution: str) -> str:
-    r"""Return the content of the last \boxed{...} of a solution, whose braces are balanced."""
+    r"""Return the content of the last \boxed{...} with balanced braces in a solution."""
     begin = solution.rfind("\\boxed{")
     depth = 0
     for place in range(begin + len("\\boxed"), len(solution)) if begin >= 0 else ():
@@ -92,14 +92,14 @@ def last_boxed(solution: str) -> str:
 
 
 def checkable(answer: Any) -> Any:
-    """Return an answer that is not one of NuminaMath's words for none."""
+    """Return an answer unless it is one of NuminaMath's placeholders for none."""
     if isinstance(answer, str) and answer.strip().lower() in ("", "proof", "notfound"):
         raise NoLabelError(f"is {answer.strip()!r}, which no response can be compared with")
     return answer
 
 
 def of_completion(completion: Any) -> Any:
-    """Return the text of a completion: its only message's, or itself; several messages stay as they are."""
+    """Return a completion's text: its only message's, or itself; several messages are returned unchanged."""
     if isinstance(completion, list) and len(completion) == 1 and isinstance(completion[0], dict):
         message = completion[0]
         return message["content"] if message.get("content") and not message.get("tool_calls") else completion
@@ -135,7 +135,7 @@ def _is(*words: str) -> Kind:
 
 _VERL: Mapping[str, Kind] = {"prompt": _prompt, "data_source": _text, "reward_model.ground_truth": _any}
 _SOLVED: Mapping[str, Kind] = {"problem": _text, "solution": _text}
-# Traces of another model, by far the largest columns of OpenR1-Math-220k.
+# Reasoning traces of another model, by far the largest columns of OpenR1-Math-220k.
 _TRACES = ("generations", "messages", "finish_reasons", "is_reasoning_complete", "correctness_math_verify")
 
 FORMS = (

@@ -1,4 +1,4 @@
-"""A limit for code that others wrote and that runs in this process: chat templates."""
+"""A time limit for untrusted code in this process: chat templates."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from types import FrameType
 
 @contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-    """Interrupt the block's Python code after so long; only the main thread can be interrupted.
+    """Interrupt the block's Python code after a time limit; works only in the main thread.
 
     Raises:
-        TimeoutError: The time is over.
+        TimeoutError: The time limit has passed.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

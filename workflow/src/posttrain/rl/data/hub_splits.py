@@ -1,4 +1,4 @@
-"""Which files of a dataset repository are a split: what its card says, or else what the files are called.
+"""Finds the files of a split in a dataset repository, by its card or else by file names.
 
 Both follow the Hub's conventions: https://huggingface.co/docs/hub/datasets-manual-configuration and
 https://huggingface.co/docs/hub/datasets-file-names-and-splits.
@@ -23,7 +23,7 @@ _NAMES_OF_SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval"
 
 
 def matching(paths: Iterable[str], patterns: Sequence[str]) -> list[str]:
-    """Return the paths that are one of the patterns, sorted; `*` stays within a folder, `**` does not."""
+    """Return the paths that match a pattern, sorted; `*` matches within a folder, `**` across folders."""
     return sorted(path for path in paths if any(_matches(path, pattern) for pattern in patterns))
 
 
@@ -31,7 +31,7 @@ def files_of_split(card: str, paths: Sequence[str], subset: str, split: str) -> 
     """Return the files of a split.
 
     Args:
-        card: Text of the repository's README.md, empty for none.
+        card: Text of the repository's README.md; empty if it has none.
         paths: All files of the repository.
         subset: One of the card's configurations, or a folder; empty: the default.
         split: "train", "test", ...
@@ -46,7 +46,7 @@ def _matches(path: str, pattern: str) -> bool:
 
 
 def _patterns_of_card(card: str, subset: str, split: str) -> list[str] | None:
-    """Return what the card gives for a split, None when it says nothing about files."""
+    """Return the card's file patterns for a split; None if it names no files."""
     found = _FRONT_MATTER.match(card)
     try:
         configs = (yaml.safe_load(found[1]) or {}).get("configs") if found else None
@@ -66,7 +66,7 @@ def _patterns_of_config(data_files: Any, split: str) -> list[str]:
     rows = data_files if isinstance(data_files, list) else [data_files] if data_files else []
     patterns: list[str] = []
     for row in rows:
-        # Without splits, all is for training.
+        # Without splits, all files are for training.
         of, path = (row.get("split"), row.get("path", [])) if isinstance(row, dict) else ("train", row)
         if of == split:
             patterns += [path] if isinstance(path, str) else path

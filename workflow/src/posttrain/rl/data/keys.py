@@ -10,8 +10,7 @@ from typing import Any
 
 from posttrain.errors import ConfigError, Problem
 
-# A name, after a dot but for the first; a place in a list, from the end when negative; places from one up to another; a
-# quoted name.
+# A name (preceded by a dot unless first); a list index, from the end if negative; a slice; a quoted name.
 _PART = re.compile(
     r"""(?:^|(?!^)\.)(?P<name>[^.\[\]"\s]+)|\[(?P<place>-?\d+)\]|\[(?P<start>-?\d+)?:(?P<stop>-?\d+)?\]"""
     r"""|\[(?P<quote>["'])(?P<quoted>.+?)(?P=quote)\]"""
@@ -22,16 +21,16 @@ Part = str | int | tuple[int | None, int | None]
 
 
 class AbsentError(LookupError):
-    """A row has nothing where a key points; the text says which part is missing, and what is there."""
+    """A row has no value at a key; the text names the missing part and the available ones."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """Where a value lies in a row.
+    """The path of a value in a row.
 
     Args:
-        text: As the user wrote it.
-        parts: Names of columns and fields, places in lists, and (first, behind the last) of a part of a list.
+        text: The user's text.
+        parts: Names of columns and fields, list indices, and (start, stop) of slices.
     """
 
     text: str
@@ -61,7 +60,7 @@ class Key:
         return value
 
     def _told(self, num_parts: int) -> str:
-        """Return the beginning of the key; empty for the row and for a key of one part."""
+        """Return a prefix of the key for messages; empty for the row and for a key of one part."""
         if num_parts == 0 or self.is_column:
             return ""
         first, *others = map(_written, self.parts[:num_parts])
@@ -69,14 +68,14 @@ class Key:
 
 
 def parse_key(text: str, setting: str = "data.label_key") -> Key:
-    """Read a key.
+    """Parse a key.
 
     Args:
-        text: Names with dots between them, places of lists in brackets.
-        setting: Where it was given, for the message.
+        text: Names separated by dots, list indices in brackets.
+        setting: The setting that gives it, for messages.
 
     Raises:
-        ConfigError: It is no such path.
+        ConfigError: The text is not a valid path.
 
     Example:
         `messages[-1].content` has the parts "messages", -1, "content"; `messages[:-1]` "messages" and (None, -1).
@@ -142,5 +141,5 @@ def _what_is_there(part: str, names: list[str], told: str) -> str:
 
 
 def kind_of(value: Any) -> str:
-    """Return what a JSON value is called in messages."""
+    """Return the type name of a JSON value for messages."""
     return "null" if value is None else f"a {type(value).__name__}"

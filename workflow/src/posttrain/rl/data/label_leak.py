@@ -1,7 +1,7 @@
-"""Labels that their own prompts contain: a model would learn to copy them.
+"""Detects labels that are contained in their own prompts, which a model would learn to copy.
 
-Many prompts contain a short label by chance, and all of them contain the letter of a choice. That is as true of another
-row's label, so the measure is how much more often a prompt contains its own.
+Many prompts contain a short label by chance, and every multiple-choice prompt contains its letter. That also holds for
+other rows' labels, so the measure is how much more often a prompt contains its own label than another's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from posttrain.errors import Problem
 from posttrain.types import Prompt
 
-# Labels that are looked for; above this share, and from so many rows on, it is no coincidence.
+# Labels to search for; and the share and the number of rows above which leaks are no coincidence.
 NUM_LOOKED_AT, SUSPICIOUS_SHARE, MIN_ROWS = 1000, 0.2, 8
 
 
@@ -21,8 +21,8 @@ def check_leak(key: str, prompts: Sequence[Prompt], most: float) -> tuple[list[P
     """Return the problems that refuse a run, and notes.
 
     Args:
-        key: Where the labels' column is set, for the message.
-        prompts: Of one source.
+        key: Setting of the labels' column, for messages.
+        prompts: Prompts of one source.
         most: `reward.max_label_in_prompt`.
     """
     labelled = [(prompt, texts) for prompt in prompts if (texts := list(_texts_of(prompt.label)))]
@@ -53,9 +53,9 @@ def check_leak(key: str, prompts: Sequence[Prompt], most: float) -> tuple[list[P
 
 
 def _texts_of(label: Any) -> Iterator[str]:
-    """Yield the texts and numbers of a label, as they are written."""
+    """Yield the strings and numbers in a label, as text."""
     if isinstance(label, dict):
-        # Of messages the content alone.
+        # Only the content of messages.
         label = label.get("content") if "role" in label else list(label.values())
     if isinstance(label, list):
         for item in label:
@@ -69,7 +69,7 @@ def _squeezed(text: str) -> str:
 
 
 def _is_in(label: str, text: str) -> bool:
-    """Return whether a text contains a label, not only as a part of a longer word or number."""
+    """Return whether a text contains a label as a whole word or number."""
     before = r"(?<!\w)(?<!\d[.,])" if label[0].isascii() and label[0].isalnum() else ""
     after = r"(?!\w)(?![.,]\d)" if label[-1].isascii() and label[-1].isalnum() else ""
     return label in text and re.search(before + re.escape(label) + after, text) is not None

@@ -1,6 +1,6 @@
-"""The first rows of files on this machine, looked at when a run is planned: their format, columns and keys.
+"""Checks the first rows of local files when a run is planned: format, columns and keys.
 
-A fault that every row has is rejected there, not in a job. `download_dataset` reads the rest of the file.
+So a fault of every row is found before a job starts. `download_dataset` checks the rest of the file.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from posttrain.rl.data.raw_rows import files_of
 from posttrain.rl.data.reading import Reading, reading_of
 from posttrain.rl.data.rows import describe_bad_rows, read_rows
 
-# Rows of each file, and files of each pattern, that are looked at; of a larger JSON array none, which is one text.
+# Rows per file, and files per pattern, to check; larger JSON arrays are skipped because they are parsed as a whole.
 NUM_ROWS, NUM_FILES, MAX_ARRAY_BYTES = 100, 4, 64 << 20
-# Wrong rows that are named: what is wrong with one is mostly wrong with all.
+# Invalid rows to name: most share the same fault.
 NUM_TOLD = 3
 
 
 def check_data_files(config: Config, must_exist: bool = True) -> list[Problem]:
-    """Return what is wrong with the keys of all data, and with the first rows of those on this machine.
+    """Return the problems of all data's keys, and of the first rows of local files.
 
     Args:
         config: The resolved configuration.
-        must_exist: Whether a file that is not here is wrong, or is only not looked at.
+        must_exist: Whether a missing file is a problem, or is skipped.
     """
     wanted = {f"data.sources.{name}" if name else "data": data for name, data in sources_of(config.data).items()}
     readings = {section: (data, reading_of(data)) for section, data in wanted.items()}
@@ -79,11 +79,11 @@ def _is_quickly_read(path: Path) -> bool:
 
 def _check_rows(pattern: str, paths: list[Path], reading: Reading) -> Iterator[Problem]:
     try:
-        # A file's repeated prompts and rows without a label are counted when all of it is read.
+        # Duplicates and rows without a label are counted when the whole file is read.
         found = read_rows(pattern, paths, replace(reading, duplicates="keep"), most=NUM_ROWS)
     except ConfigError as error:
         yield from error.problems
         return
-    # A few wrong rows among others are named all together when the whole file is read.
+    # A few invalid rows among valid ones are reported together when the whole file is read.
     if not (found.rows or found.dropped):
         yield describe_bad_rows(found, most_told=NUM_TOLD)

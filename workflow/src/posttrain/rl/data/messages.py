@@ -1,4 +1,4 @@
-"""From the prompt of a row to chat messages: checks, the system prompt, the template."""
+"""Converts a row's prompt to chat messages: checks, system prompt, prompt template."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from posttrain.store import parse_json
 
 # Names that datasets use for the assistant's role.
 ANSWERING_ROLES = ("assistant", "model", "gpt", "bot")
-# {name}, or a brace that is doubled to stand for itself.
+# {name}, or an escaped (doubled) brace.
 _SLOT = re.compile(r"\{\{|\}\}|\{([A-Za-z_][^{}]*)\}")
 
 
 class RowError(ValueError):
-    """Something of a row is wrong; the text says what.
+    """A row is invalid; the text says why.
 
     Args:
         reason: The fault.
@@ -37,14 +37,14 @@ class RowError(ValueError):
 
 
 def messages_of(value: Any, key: str) -> tuple[dict[str, Any], ...]:
-    """Return the chat messages that a prompt is.
+    """Return a prompt as chat messages.
 
     Args:
-        value: Messages, or a text, which becomes one of the user.
-        key: Where it was found, for the message.
+        value: Messages, or a text, which becomes a user message.
+        key: Key of the prompt, for messages.
 
     Raises:
-        RowError: It is neither, or empty.
+        RowError: The value is neither, or is empty.
     """
     if isinstance(value, str):
         if _is_text_of_messages(value):
@@ -61,7 +61,7 @@ def messages_of(value: Any, key: str) -> tuple[dict[str, Any], ...]:
 
 
 def _is_text_of_messages(text: str) -> bool:
-    """Return whether a text is a list of messages as JSON or as Python writes it: tables in CSV have such cells."""
+    """Return whether a text is a list of messages in JSON or Python notation, as in CSV cells."""
     return bool(re.match(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""", text))
 
 
@@ -75,13 +75,13 @@ def _why_no_message(message: Any) -> str:
         return f"has {'no text' if isinstance(role, str | None) else kind_of(role)} as 'role'{named}"
     if calls is not None and (reason := _why_no_calls(calls)):
         return f"({role}): {reason}"
-    if _is_text(content) or (calls and content in (None, "")):  # a message that calls a tool may say nothing besides
+    if _is_text(content) or (calls and content in (None, "")):  # a message with tool calls may have no content
         return ""
     return f"({role}) has {'no text' if isinstance(content, str | None) else kind_of(content)} as 'content'"
 
 
 def _why_no_calls(calls: Any) -> str:
-    """Return what is wrong with the calls of tools that a message makes; nothing for right ones."""
+    """Return what is wrong with a message's tool calls, if anything."""
     if not isinstance(calls, list):
         return f"'tool_calls' is {kind_of(calls)}, expected a list"
     for number, call in enumerate(calls, start=1):
@@ -96,7 +96,7 @@ def _why_no_calls(calls: Any) -> str:
 
 
 def arguments_of(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call as an object; they may be its JSON text.
+    """Return a call's arguments as an object, parsing JSON text if necessary.
 
     Raises:
         RowError: They are neither.
@@ -121,10 +121,10 @@ def _is_text(value: Any) -> bool:
 
 
 def answer_of(value: Any) -> dict[str, Any]:
-    """Return the assistant's message that a given response is.
+    """Return an offline response as an assistant message.
 
     Args:
-        value: Its text, the message, or a list with this one message.
+        value: A text, a message, or a list with one message.
 
     Raises:
         RowError: It is something else.
@@ -140,12 +140,12 @@ def answer_of(value: Any) -> dict[str, Any]:
 
 
 def is_answer(message: Any) -> bool:
-    """Return whether something is a message of the assistant."""
+    """Return whether a value is an assistant message."""
     return not _why_no_message(message) and bool(message["role"] == "assistant")
 
 
 def fuller_answer(value: Any) -> dict[str, Any] | None:
-    """Return the assistant's message that a label was found in, where it has more than text, such as its reasoning.
+    """Return the assistant message that contains a label, if it has more than text, such as reasoning.
 
     Args:
         value: A message, a list with one, or anything else.
@@ -183,29 +183,29 @@ def _json_of(value: Any) -> Any:
 
 
 def _without_null_schemas(value: Any, is_of_properties: bool = False) -> Any:
-    """Return a schema without properties that are null: no schema is, and tables pad with them."""
+    """Return a schema without null properties, which tables add as padding."""
     if isinstance(value, list):
         return [_without_null_schemas(item) for item in value]
     if not isinstance(value, dict):
         return value
     given = {name: item for name, item in value.items() if item is not None or not is_of_properties}
-    # A property may be called "properties": what it says is a schema then.
+    # A property may itself be named "properties"; its value is then a schema.
     return {
         name: _without_null_schemas(item, name == "properties" and not is_of_properties) for name, item in given.items()
     }
 
 
 class PromptTemplate:
-    """Text with places for the prompt and for columns.
+    """A text with placeholders for the prompt and for columns.
 
     Args:
         text: `{prompt}` is the last user message's text, `{key}` any column. Doubled braces stand for single ones,
             and so do braces without a name between them, as in `\\boxed{}`.
-        setting: Where it stands, for messages.
-        needed: What has the place of `prompt` in it.
+        setting: The setting that gives it, for messages.
+        needed: Name of the required placeholder.
 
     Raises:
-        ConfigError: The prompt has no place in it, or a name is no key.
+        ConfigError: The required placeholder is missing, or a name is not a valid key.
     """
 
     def __init__(self, text: str, setting: str = "data.prompt_template", needed: str = "prompt"):
@@ -218,11 +218,11 @@ class PromptTemplate:
 
     @property
     def columns(self) -> set[str]:
-        """The columns that it names."""
+        """Columns named by the template."""
         return {key.column for key in self._keys.values()}
 
     def fill(self, text: str, row: Mapping[str, Any]) -> str:
-        """Return the text for a row; braces in what is put into it mean nothing.
+        """Fill the template for a row; braces in inserted values are literal.
 
         Raises:
             AbsentError: The row lacks a column that the template names.
@@ -238,10 +238,10 @@ def _as_text(value: Any) -> str:
 def templated(
     messages: Sequence[dict[str, Any]], template: PromptTemplate, row: Mapping[str, Any]
 ) -> tuple[dict[str, Any], ...]:
-    """Return messages whose last one of the user went through a template.
+    """Apply a template to the last user message.
 
     Raises:
-        RowError: None is the user's.
+        RowError: There is no user message.
         AbsentError: See `PromptTemplate.fill`.
     """
     last = max((place for place, message in enumerate(messages) if message["role"] == "user"), default=None)
@@ -252,21 +252,21 @@ def templated(
 
 
 def with_system_prompt(messages: Sequence[dict[str, Any]], text: str) -> tuple[dict[str, Any], ...]:
-    """Return messages that begin with a system prompt, which takes the place of one of their own."""
+    """Put a system prompt first, replacing an existing one."""
     rest = messages[1:] if messages[0]["role"] == "system" else messages
     return ({"role": "system", "content": text}, *rest)
 
 
 def plain(value: Any, strict: bool = False) -> Any:
-    """Return a value in JSON's types; decimals become numbers, UUIDs and times text.
+    """Convert a value to JSON types; decimals become numbers, UUIDs and times become text.
 
     Args:
-        value: Of JSON's types, those, and lists and objects of them.
-        strict: Reject NaN and infinities, which otherwise become null, as tables mean them; and times, because their
-            text in the source is unknown.
+        value: The value.
+        strict: Reject NaN and infinities, which otherwise become null (missing values in tables), and times, whose text
+            in the source is unknown.
 
     Raises:
-        RowError: JSON cannot say it.
+        RowError: JSON cannot represent it.
     """
     if value is None or isinstance(value, str | bool | int):
         return value
@@ -300,5 +300,5 @@ def _number_of(value: decimal.Decimal) -> int | float:
 
 
 def digest_of(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> int:
-    """Return a number by which prompts are the same: texts of all of them would fill the memory once more."""
+    """Return a hash for finding duplicate prompts, which takes less memory than their texts."""
     return xxhash.xxh3_128_intdigest(json.dumps([list(messages), tools], sort_keys=True).encode())

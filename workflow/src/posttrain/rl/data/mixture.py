@@ -1,9 +1,8 @@
-"""Which prompts a run takes: the order of one dataset, and the mixture of several by weight.
+"""Orders a run's prompts: the shuffles of one dataset, or a weighted mixture of several.
 
-An order has no state but a cursor. Prompt number c of a run on one dataset is place c mod N of the shuffle of epoch
-c // N, and the shuffle of an epoch follows from the seed and the epoch's number alone. Prompt number c of a mixture
-belongs to a source that follows from c, the weights and the seed; the prompts of one source are taken in its own order.
-So a resumed run goes on where it was, whatever else drew random numbers in between.
+The only state is a cursor. Prompt c of a run on one dataset is entry c mod N of the shuffle of epoch c // N, which
+depends only on the seed and the epoch. In a mixture, c, the weights and the seed determine the source of prompt c; each
+source's prompts are taken in its own order. So a resumed run continues exactly, whatever else used random numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from functools import lru_cache
 from posttrain.config.data import Data, sources_of
 from posttrain.types import Prompt
 
-# Weights are taken as fractions with denominators up to this: 0.1 is one tenth, not the nearest binary number.
+# Weights become fractions with denominators up to this: 0.1 is one tenth, not the nearest binary number.
 MAX_DENOMINATOR = 10**6
 
 
@@ -28,9 +27,9 @@ class PromptOrder:
     """Which prompts a step takes.
 
     Args:
-        num_prompts: Size of the dataset, N.
-        seed: Of the shuffles.
-        name: Tells the sources of a mixture apart: two of one size have other shuffles.
+        num_prompts: N, the dataset's size.
+        seed: Seed of the shuffles.
+        name: Name of the source, so that two sources of the same size have different shuffles.
 
     Example:
         With 3 prompts and a step of 2, the steps start at cursors 0, 2, 4: the first takes two prompts of
@@ -43,18 +42,18 @@ class PromptOrder:
         self._shuffle: Callable[[int], tuple[int, ...]] = lru_cache(maxsize=2)(self._shuffle_epoch)
 
     def take(self, start: int, count: int) -> list[int]:
-        """Return the places of `count` prompts in the dataset.
+        """Return the indices of `count` prompts in the dataset.
 
         Args:
-            start: The cursor: how many prompts the run took before. Afterwards it is `start + count`.
-            count: How many; more than the dataset has are taken from as many epochs as needed.
+            start: The cursor: number of prompts taken before. Afterwards it is `start + count`.
+            count: Number of prompts; may span several epochs.
         """
         assert start >= 0 <= count, f"start {start}, count {count}"
         epochs = (divmod(cursor, self._num_prompts) for cursor in range(start, start + count))
         return [self._shuffle(epoch)[place] for epoch, place in epochs]
 
     def _shuffle_epoch(self, epoch: int) -> tuple[int, ...]:
-        # A text seed goes through SHA-512, so neighbouring seeds and epochs are unrelated.
+        # String seeds are hashed with SHA-512, so neighbouring seeds and epochs are unrelated.
         places = list(range(self._num_prompts))
         random.Random(f"prompt order, seed {self._seed}, epoch {epoch}{self._name}").shuffle(places)
         return tuple(places)
@@ -75,18 +74,18 @@ class _Fork:
 
 
 class MixedOrder:
-    """Which prompts of which source a step takes.
+    """The order of a mixture's prompts.
 
-    The sources are the leaves of a binary tree, and each fork sends the right share of what reaches it to either side
-    (a Bresenham line). How many of the first c prompts a source gave is a product of such divisions, so that any c is
-    found at once. Two sources are within one prompt of their shares in every stretch of a run, whatever its length;
-    more sources within two in all that was measured, for errors of forks above one another add up. Every stretch of as
-    many prompts as the weights in whole numbers add up to (10 for 0.7, 0.2 and 0.1) has them exactly.
+    The sources are the leaves of a binary tree, and each fork splits its prompts in the exact ratio (a Bresenham line).
+    The number of prompts that a source gave among the first c is a product of such divisions, so any cursor is found
+    directly. In any range of a run, two sources are within one prompt of their shares. More sources were within two in
+    all measurements, because errors of nested forks add up. Every range as long as the sum of the integer weights (10
+    for 0.7, 0.2 and 0.1) has the exact shares.
 
     Args:
-        sizes: Prompts of each source.
-        weights: Share of each source among the prompts of the run, in any unit.
-        seed: Of the shuffles, and of where the forks begin.
+        sizes: Number of prompts of each source.
+        weights: Relative share of each source among the run's prompts.
+        seed: Seed of the shuffles and of the forks' phases.
 
     Example:
         Weights 3 and 1 take three prompts of the first source and one of the second in every four. One source gives
@@ -96,19 +95,19 @@ class MixedOrder:
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int):
         assert len(sizes) == len(weights) > 0, f"{len(sizes)} sources, {len(weights)} weights"
         assert all(weight > 0 for weight in weights), f"weights {weights}"
-        # The first source's shuffles are those that it has alone.
+        # The first source's shuffles equal those of a run on it alone.
         names = ("" if source == 0 else f", source {source}" for source in range(len(sizes)))
         self._orders = [PromptOrder(size, seed, name) for size, name in zip(sizes, names, strict=True)]
         self._tree = _make_tree(_whole(weights), random.Random(f"mixture, seed {seed}"))
 
     def take(self, start: int, count: int) -> list[tuple[int, int]]:
-        """Return source and place therein of `count` prompts; see `PromptOrder.take`."""
+        """Return the source and index of `count` prompts; see `PromptOrder.take`."""
         assert start >= 0 <= count, f"start {start}, count {count}"
         located = (self.locate(cursor) for cursor in range(start, start + count))
         return [(source, self._orders[source].take(cursor, 1)[0]) for source, cursor in located]
 
     def locate(self, cursor: int) -> tuple[int, int]:
-        """Return the source of prompt number `cursor`, and how many prompts it gave before."""
+        """Return the source of prompt `cursor`, and the number of prompts it gave before."""
         node = self._tree
         while isinstance(node, _Fork):
             before = node.num_left(cursor)
@@ -121,7 +120,7 @@ class PromptMix:
     """The prompts of a run in the order in which its steps take them.
 
     Args:
-        prompts: Of all sources.
+        prompts: Prompts of all sources.
         data: The configuration's section: sources, weights, seed.
     """
 
@@ -144,7 +143,7 @@ def _whole(weights: Sequence[float]) -> list[int]:
 
 
 def _make_tree(weights: Sequence[int], draw: random.Random) -> _Fork | int:
-    """Join the two lightest until one is left: what lies deepest, where errors add up, weighs least."""
+    """Join the two lightest until one is left: the deepest leaves, where errors add up, have the least weight."""
     tie = itertools.count()
     heap: list[tuple[int, int, _Fork | int]] = [(weight, next(tie), source) for source, weight in enumerate(weights)]
     heapq.heapify(heap)

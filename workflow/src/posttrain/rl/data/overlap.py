@@ -1,8 +1,7 @@
-"""Which evaluation prompts the training data holds, whole or in part.
+"""Finds evaluation prompts that the training data contains, in whole or in part.
 
-Texts are compared as words: case, punctuation and white space do not count. Two prompts overlap when they share 13
-consecutive words; one that has fewer words must be the same as a whole. Thirteen is what GPT-3's authors compared by
-(arXiv 2005.14165, appendix C).
+Texts are compared as words, ignoring case, punctuation and white space. Two prompts overlap if they share 13
+consecutive words, as in GPT-3's contamination analysis (arXiv 2005.14165, appendix C); shorter prompts must be equal.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 NUM_WORDS = 13
-# Words that more than one in so many prompts of a suite share are its template, not its question.
+# Word sequences shared by more than one in this many prompts of a suite belong to its template, not to questions.
 TEMPLATE_SHARE = 100
 _WORD = re.compile(r"\w+")
 
@@ -24,9 +23,9 @@ class Overlap:
     """Two prompts that share words.
 
     Args:
-        suite: Of the evaluation prompt.
-        place: Of the evaluation prompt in its suite.
-        trained: Place of the first training prompt that shares them.
+        suite: Suite of the evaluation prompt.
+        place: Index of the evaluation prompt in its suite.
+        trained: Index of the first overlapping training prompt.
     """
 
     suite: str
@@ -39,7 +38,7 @@ def find_overlaps(suites: Mapping[str, Sequence[str]], training: Iterable[str]) 
 
     Args:
         suites: Name -> its prompts.
-        training: Prompts that are trained on; read once, in order.
+        training: Training prompts; iterated once, in order.
 
     Returns:
         Sorted by suite, in the order of `suites`, and place.
@@ -58,14 +57,14 @@ def find_overlaps(suites: Mapping[str, Sequence[str]], training: Iterable[str]) 
 
 
 def _owners(suites: Mapping[str, Sequence[str]]) -> dict[int, list[tuple[str, int]]]:
-    """Return which evaluation prompts have a key; those of a template have none."""
+    """Return key -> evaluation prompts, without keys that belong to a template."""
     owners: dict[int, list[tuple[str, int]]] = defaultdict(list)
     for suite, texts in suites.items():
         keys = [set(_keys(_words(text))) for text in texts]
         counts = Counter(key for of_prompt in keys for key in of_prompt)
         most = max(1, len(texts) // TEMPLATE_SHARE)
         for place, of_prompt in enumerate(keys):
-            # Of a prompt whose every word is the template's, the whole still tells.
+            # If all words of a prompt belong to the template, the whole text still identifies it.
             for key in of_prompt:
                 if counts[key] <= most:
                     owners[key].append((suite, place))

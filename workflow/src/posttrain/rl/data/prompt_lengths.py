@@ -1,4 +1,4 @@
-"""Prompts that are longer than a run takes: found before it trains, with the tokenizer that it will have."""
+"""Finds prompts over a run's length limit before training, with the run's tokenizer."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class PromptLengths:
     """Tokens of all prompts of a run.
 
     Args:
-        prompts: At least one.
-        lengths: Tokens of each.
-        limit: `rollout.max_prompt_tokens`; 0: none.
+        prompts: At least one prompt.
+        lengths: Token count of each.
+        limit: `rollout.max_prompt_tokens`; 0: no limit.
     """
 
     prompts: Sequence[Prompt]
@@ -32,7 +32,7 @@ class PromptLengths:
 
     @property
     def summary(self) -> tuple[int, int, int]:
-        """The shortest, the median, the longest."""
+        """Shortest, median and longest."""
         in_order = sorted(self.lengths)
         return in_order[0], in_order[len(in_order) // 2], in_order[-1]
 

@@ -1,4 +1,4 @@
-"""Asks every service and judge of `data.reward` once, before GPUs wait for them: is it there, and may we ask?"""
+"""Probes every service and judge of `data.reward` for reachability and access before a job uses GPUs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALLOWED = {
 
 
 def check_addresses(config: Config) -> list[Finding]:
-    """Return what each said; of those without their token nothing is asked (`check_reward_tokens` tells)."""
+    """Return each probe's result; skips those without a token (`check_reward_tokens` reports them)."""
     findings = []
     for section, name, address in addresses(config, only_used=True):
         where = f"{section} at {address.url}"

@@ -14,12 +14,12 @@ class Answer:
     Args:
         text: Decoded, without the end token.
         label: Any JSON value; None where the source has none.
-        prompt: The chat messages that were asked.
+        prompt: The prompt as chat messages.
         source: Name of the data's source.
         columns: The other columns of the row.
-        num_tokens: Length of the response in tokens, the end token included.
-        is_truncated: It was cut at the longest allowed length.
-        is_chat: The row has its prompt as chat messages, not as a text.
+        num_tokens: Length of the response in tokens, including the end token.
+        is_truncated: The response reached the length limit.
+        is_chat: The row's prompt is chat messages, not text.
     """
 
     text: str
@@ -37,8 +37,8 @@ class Grade:
     """A grader's result for one answer.
 
     Args:
-        score: None where the grader does not apply to this answer, which is not 0.
-        parts: Further numbers by name; they become metrics.
+        score: None if the grader does not apply to this answer, which differs from 0.
+        parts: Further values by name, logged as metrics.
     """
 
     score: float | None
@@ -47,12 +47,12 @@ class Grade:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why there is no grade.
+    """Reason for a missing grade.
 
     Args:
-        kind: "deadline" (not answered in time), "crash" (the worker died or had no memory left), "connection" (tried as
-            often as allowed, and not answered), "error" (raised, or answered with something else than a grade).
-        reason: For a reader.
+        kind: "deadline" (no answer in time), "crash" (the worker died or ran out of memory), "connection" (no answer
+            after all retries), "error" (an exception, or an answer that is not a grade).
+        reason: Human-readable reason.
     """
 
     kind: str

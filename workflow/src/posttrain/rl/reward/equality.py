@@ -1,8 +1,8 @@
-"""When two answers in mathematics are the same: docs/rewards.md has the rules, tests/unit/rl/reward the cases.
+"""Decides whether two mathematical answers are equal: docs/rewards.md has the rules, tests/unit/rl/reward the cases.
 
-Each side is read on its own, the outermost structure first: brackets, lists, relations, equations, joined sets, units.
-Only single values go to `expression`. math-verify's grammar reads structures too, but drops what a verdict needs: it
-takes (1,000) for (1, 0), (1, 2) for an interval, and "or" for two letters. The comparison is symmetric.
+Each side is parsed separately, outermost structure first: brackets, lists, relations, equations, set operations, units.
+Only single values go to `expression`. math-verify's grammar also parses structures, but loses needed information: it
+reads (1,000) as (1, 0), (1, 2) as an interval, and "or" as two letters. The comparison is symmetric.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _FUNCTION = re.compile(_TRIGONOMETRY.pattern + r"|\\(?:log|ln|exp|sqrt|max|min|i
 _MEMBER = re.compile(rf"({_NAME.pattern}) ?([∈≠]) ?(.+)")
 _MIRRORED = {">": "<", "≥": "≤"}
 _CHOICE = re.compile(r"(?:\\text\{ ?)?\(([A-Z])\) ?\}? *([^ ,;∨∧].*)")
-# What is left to compute between numbers: 6*7, 40+2, (4)(3); a sign, an exponent or 3 \times 10^5 is not.
+# Uncomputed arithmetic: 6*7, 40+2, (4)(3); but not a sign, an exponent or 3 \times 10^5.
 _OPERATION = re.compile(r"[\d)}!] ?[+(-]|(?:\*|\\times|\\cdot|\\div)(?! ?10 ?\^)")
 
 
 @dataclass(frozen=True)
 class Node:
-    """The parsed content of an answer.
+    """A parsed answer.
 
     Args:
         kind: "" for a single value, "," for a list, the brackets of a set ("⦃⦄"), a tuple or an interval ("()", "[)"),
@@ -50,23 +50,23 @@ def are_equal(answer: str, label: str) -> bool:
     """Return whether two final answers are the same.
 
     Args:
-        answer: Of a response, LaTeX or plain; what is longer than `notation.MAX_LENGTH` characters is none.
-        label: Of the data.
+        answer: The response's answer, LaTeX or plain; longer than `notation.MAX_LENGTH` characters equals nothing.
+        label: The data's label.
     """
     left, right = clean(answer), clean(label)
     for text, other in ((left, right), (right, left)):
         if (choice := _CHOICE.fullmatch(text)) and not _CHOICE.fullmatch(other):
-            # "(C) 42" names the choice, and says what it is.
+            # "(C) 42" names a choice and its content.
             return any(_same(_read(part), _read(other)) for part in choice.groups())
     return bool(left) and (squeeze(left) == squeeze(right) or _same(_read(left), _read(right)))
 
 
 def _read(text: str) -> Node:
-    """Return what a cleaned answer says."""
+    """Parse a cleaned answer."""
     text = text.strip().removeprefix("+")
     if brackets := _brackets(text):
         kind, parts = brackets[0], tuple(map(_read, brackets[1]))
-        # "(C)", "{5}" and the set of one number are what is inside of them.
+        # "(C)", "{5}" and a one-number set equal their content.
         is_one = len(parts) == 1 and (kind in ("()", "{}") or (kind == "⦃⦄" and not parts[0].kind))
         return parts[0] if is_one else Node(kind.replace("{}", ","), parts=parts)
     text = _without_commas(text)
@@ -109,7 +109,7 @@ def _read_equation(text: str) -> Node | None:
 
 
 def _is_name(side: str) -> bool:
-    """Return whether a side only names what the other one is: x, f(x), (x, y), |AB|; x+y and 2x do not."""
+    """Return whether a side is only a name for the other one: x, f(x), (x, y), |AB|; but not x+y or 2x."""
     plain = re.sub(r"_(?:\{[^{}]*\}|\w)|(?<=[a-z])\^\{-1\}(?=\()", "", side)
     return bool(re.search("[a-zA-Z]", plain)) and not re.search(r"[\d+^-]", plain) and not _FUNCTION.search(plain)
 
@@ -121,7 +121,7 @@ def _read_joined(text: str) -> Node | None:
 
 
 def _read_value(text: str) -> Node:
-    # The degrees of \cos 60^\circ belong to what is computed.
+    # The degrees in \cos 60^\circ are part of the expression, not a unit.
     quantity, unit = (text, "") if _TRIGONOMETRY.search(text) else split_unit(text)
     node = _read(quantity) if unit else Node("", text)
     return node if node.kind else Node("", node.text, unit)
@@ -148,7 +148,7 @@ def _same_statements(left: Node, right: Node) -> bool:
 
 
 def _is_chain(statement: Node) -> bool:
-    """Return whether "3+2 = 5" holds: what is on the way to the last side may be left to compute."""
+    """Return whether a chain such as "3+2 = 5" holds; only its last side must be computed."""
     *sides, last = statement.parts
     return all(_same(side, last) or same_value(side.text, last.text) for side in sides)
 
@@ -160,12 +160,12 @@ def _same_rows(left: Node, right: Node) -> bool:
     if kinds & {*"∪∩∖"} and None not in (sets := [_as_set(left), _as_set(right)]):
         return bool(sets[0] == sets[1])
     if "⦃⦄" in kinds and kinds <= {"⦃⦄", ","}:
-        # A set has each of its members once: \{1, 2, 2\} is \{1, 2\}.
+        # Sets ignore duplicates: \{1, 2, 2\} is \{1, 2\}.
         return _finds_all(left, right, is_set=True) and _finds_all(right, left, is_set=True)
     if len(sizes) == 2 or (len(kinds) == 2 and kinds != {",", "()"}):
         return False
     if len(kinds) == 1 and left.kind in (",", "∪", "∩"):
-        # Where units are left out, a part may fit several others: what one direction pairs up is a match.
+        # Without units, a part may match several others, so a match in either direction counts.
         return _finds_all(left, right) or _finds_all(right, left)
     return all(map(_same, left.parts, right.parts))
 
@@ -201,7 +201,7 @@ def _as_set(node: Node) -> Any:
 
 
 def _same_values(left: Node, right: Node) -> bool:
-    """Compare values with units: one that a side leaves out is not missed, a percentage is its value too."""
+    """Compare values with units; one side may omit its unit, and a percentage equals its value."""
     words = words_of(left.text), words_of(right.text)
     if words != (None, None):
         return words[0] == words[1] and left.unit == right.unit
@@ -211,13 +211,13 @@ def _same_values(left: Node, right: Node) -> bool:
     if {left.unit, right.unit} != {"%", ""}:
         return is_same
     percent, plain = (left.text, right.text) if left.unit == "%" else (right.text, left.text)
-    # 50 may leave out the sign of 50 %; a number below 1 is the share itself.
+    # 50 may omit the sign of 50 %; a number below 1 is the fraction itself.
     value = real_value(plain)
     return value is not None and ((is_same and abs(value) >= 1) or same_value(rf"\frac{{{percent}}}{{100}}", plain))
 
 
 def _same_texts(left: str, right: str) -> bool:
-    """Compare single values. A sum or product that is left to compute is not the number: 6*7 is no answer to 6*7."""
+    """Compare single values. Uncomputed arithmetic does not count as a number: 6*7 is no answer to 6*7."""
     if squeeze(left) == squeeze(right):
         return True
     if not same_value(left, right):
@@ -227,12 +227,12 @@ def _same_texts(left: str, right: str) -> bool:
 
 
 def _brackets(text: str) -> tuple[str, list[str]] | None:
-    """Return (kind, parts) where one pair of brackets holds everything; the kind of a LaTeX group is "{}"."""
+    """Return (kind, parts) if one pair of brackets encloses everything; the kind of a LaTeX group is "{}"."""
     kind, inside = text[:1] + text[-1:], text[1:-1]
     levels = [0, *depths(inside)]
     if kind not in _BRACKETS or min(levels) < 0 or levels[-1]:
         return None
-    # Commas without a space group thousands where others have one, or where a group begins with 0: (1,000).
+    # Commas without a space separate thousands if other commas have a space, or if a group begins with 0: (1,000).
     inside = _without_commas(inside) if re.search(r", |,0\d\d(?!\d)", inside) else inside
     return kind, _split(inside, ",;∨∧") if inside.strip() else []
 

@@ -1,7 +1,7 @@
-"""Values of LaTeX expressions: math-verify's grammar reads them, and they are compared at points, exactly enough.
+"""Compares values of LaTeX expressions, parsed by math-verify's grammar, numerically at sample points.
 
-Nothing is evaluated as Python: the grammar (latex2sympy2_extended) makes SymPy objects. What a response could make
-expensive is rejected before it is read, so that hostile text costs microseconds and not a killed worker.
+Nothing is evaluated as Python: the grammar (latex2sympy2_extended) builds SymPy objects. Potentially expensive text is
+rejected before parsing, so that a hostile response costs microseconds instead of a killed worker.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from posttrain.rl.reward.notation import squeeze
 
-# Read at sight, since the grammar takes milliseconds. No exponents of over three digits: no memory holds 1e999999999.
+# Fast path for plain numbers: the grammar takes milliseconds. At most three exponent digits: 1e999999999 fits nowhere.
 _DIGITS = r"\d{1,200}(?:\.\d{0,200})?|\.\d{1,200}"
 _NUMBER = re.compile(
     rf"([+-]?(?:{_DIGITS}))(?:(?:[eE]|(?:\\times|\\cdot|\*)10\^)\{{?([+-]?\d{{1,3}})\}}?|/({_DIGITS}))?", re.ASCII
@@ -24,16 +24,16 @@ _MAX_CELLS = 64
 _REFUSED = re.compile(
     r"\d{201}"  # numbers of any length
     r"|\d['_]|\d[eE][+-]?\d|\d\.\d+\.\d|--|\+\+|(?<![_\d])\d+ \d"  # no numbers
-    r"|[-+*/^=]$|^[*/^]"  # half an expression
+    r"|[-+*/^=]$|^[*/^]"  # incomplete expressions
     r"|\^ ?\{? ?-? ?\d{5}"  # exponents over 9,999
     r"|\^ ?\{[^{}]*\d ?\^|\^ ?\d ?\^|\^ ?\{[^{}]*\^[^{}]*\{[^{}]*\^"  # towers of powers
-    r"|!\)*!|\d{5} ?!|[)}\]] ?!"  # factorials of more than 9,999, of factorials and of what is computed
-    r"|\\(?:sum|prod|int|iint|oint|lim|bigcup|dots|ldots|cdots)(?![a-z])"  # no end in sight
+    r"|!\)*!|\d{5} ?!|[)}\]] ?!"  # factorials of more than 9,999, of factorials and of expressions
+    r"|\\(?:sum|prod|int|iint|oint|lim|bigcup|dots|ldots|cdots)(?![a-z])"  # unbounded computations
     r"|\\binom\{[^{}]*(?:\d{5}|[\^!])|\\binom\{[^{}]*\}\{[^{}]*(?:\d{5}|[\^!])",
     re.ASCII,
 )
 _DECIMAL = re.compile(r"(?<![\d.])(\d*)\.(\d+)(?![\d.])", re.ASCII)
-# Powers of expressions are computed by SymPy as far as they are numbers: (9^{9999})^{9999} would be.
+# SymPy evaluates numeric powers eagerly, such as (9^{9999})^{9999}.
 _POWER = re.compile(r"\^ ?(?:\{[^{}]*?(\d{2,})|(\d+))")
 _MAX_POWER = 10_000
 _POINTS = ("3/7", "11/5", "23/9", "-2/3", "-17/4")
@@ -44,9 +44,9 @@ _TOLERANCE = 1e-22
 def same_value(left: str, right: str) -> bool:
     """Return whether two expressions from `notation.clean` have the same value, for all values of their letters.
 
-    Numbers in them are exact (0.5 is 1/2, 0.333 is not 1/3). Both are computed to 30 digits, for letters at five
-    points: where either is not real it does not count, as long as two points are left. False too where either cannot
-    be read, or would cost too much.
+    Numbers are exact (0.5 is 1/2, 0.333 is not 1/3). Both sides are computed to 30 digits, with letters at five points;
+    points at which either side is not real are skipped if two points remain. Returns False if either side cannot be
+    parsed or is too expensive.
     """
     first, second = read_expression(left), read_expression(right)
     if first is None or second is None:
@@ -58,7 +58,7 @@ def same_value(left: str, right: str) -> bool:
 
 
 def is_proportional(*sides: str) -> bool:
-    """Return whether two equations, of two sides each, say the same: their differences are multiples of each other."""
+    """Return whether two equations (two sides each) are equivalent: their differences are proportional."""
     read = [read_expression(side) for side in sides]
     if any(side is None or hasattr(side, "shape") for side in read):
         return False
@@ -78,7 +78,7 @@ def real_value(text: str) -> Any:
 
 
 def is_costly(text: str) -> bool:
-    """Return whether an expression is no answer, or one whose reading or computing could take more than moments."""
+    """Return whether an expression is no answer, or may be slow to parse or compute."""
     if text.count("&") > _MAX_CELLS or _REFUSED.search(text):
         return True
     powers = (max(1, int(found[1] or found[2])) for found in _POWER.finditer(text))
@@ -86,15 +86,15 @@ def is_costly(text: str) -> bool:
 
 
 def warm_up() -> None:
-    """Import what reads expressions, and let it read some: the first ones take seconds."""
+    """Import and warm up the parser: the first expressions take seconds."""
     for text in (r"\frac{\sqrt{2}}{3}-x^2", r"2\pi+\sin x", r"\begin{pmatrix}|x|&5!\\\binom{5}{2}&7\end{pmatrix}"):
         read_expression(text)
 
 
 @functools.lru_cache(maxsize=256)
 def read_expression(text: str) -> Any:
-    """Return a SymPy expression or matrix; None for anything else, and for what would cost too much."""
-    # Imported here: it takes a second, which nobody needs who only names graders.
+    """Return a SymPy expression or matrix; None for anything else or too expensive text."""
+    # Imported here because it takes a second, which code that only lists graders should not spend.
     import sympy
     from latex2sympy2_extended import latex2sympy
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig
@@ -104,8 +104,8 @@ def read_expression(text: str) -> Any:
             return sympy.Rational(Fraction(f"{plain[1]}e{plain[2] or 0}") / Fraction(plain[3] or 1))
         if is_costly(text):
             return None
-        # The grammar itself and not `math_verify.parse`: that one reads X as x, drops words and units that it knows,
-        # and sets its deadlines by signals, which a thread cannot have; ours is the worker's.
+        # Use the grammar, not `math_verify.parse`, which reads X as x, drops known words and units, and sets deadlines
+        # by signals, which do not work in threads; the worker enforces ours.
         found = latex2sympy(
             _DECIMAL.sub(_as_fraction, text),
             is_real=True,
@@ -119,7 +119,7 @@ def read_expression(text: str) -> Any:
     except MemoryError:
         raise
     except Exception:
-        # The grammar raises plain `Exception` for text that it cannot read, and SymPy any kind for what is undefined.
+        # The grammar raises plain `Exception` for unreadable text, and SymPy any type for undefined values.
         return None
 
 
@@ -136,7 +136,7 @@ def _same_at_points(left: Any, right: Any) -> bool:
 
 
 def _values(left: Any, right: Any) -> list[tuple[Any, Any]]:
-    """Return both values at all points where both are real; with fewer than two such points, where they are finite."""
+    """Return both values at all points where both are real; if fewer than two, where both are finite."""
     import sympy
 
     letters = sorted(left.free_symbols | right.free_symbols, key=str)
@@ -152,5 +152,5 @@ def _values(left: Any, right: Any) -> list[tuple[Any, Any]]:
 
 
 def _agree(pairs: list[tuple[Any, Any]]) -> bool:
-    """Compare the values of each pair by the larger one: 1/2004! is not 1/2006!."""
+    """Compare each pair of values relative to the larger one: 1/2004! is not 1/2006!."""
     return bool(pairs) and all(abs(a - b) <= _TOLERANCE * max(abs(a), abs(b)) for a, b in pairs)

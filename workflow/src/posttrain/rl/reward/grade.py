@@ -1,4 +1,4 @@
-"""The built-in graders by name. Pure Python, and nothing of the model's text is ever evaluated as code."""
+"""The built-in graders by name: pure Python that never evaluates the model's text as code."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Grader:
     """A built-in grader.
 
     Args:
-        function: An answer to its score; None where it does not apply.
-        needs_label: It says nothing about an answer without one.
-        is_instant: It cannot hang, so it needs no process of its own.
+        function: Maps an answer to its score; None if it does not apply.
+        needs_label: It does not apply to answers without a label.
+        is_instant: It cannot hang, so it needs no worker process.
     """
 
     function: Callable[[Answer, ShapeSettings], float | None]
@@ -47,12 +47,12 @@ def grade(name: str, answer: Answer, settings: ShapeSettings | None = None) -> G
     """Return the grade of an answer.
 
     Args:
-        name: Of a built-in grader, a key of `GRADERS`.
-        answer: To be graded.
-        settings: Of the graders of form; their defaults unless given.
+        name: A built-in grader, key of `GRADERS`.
+        answer: The answer to grade.
+        settings: Settings of the format graders; defaults if None.
 
     Returns:
-        A score of None where the grader needs a label and the answer has none.
+        The grade; its score is None if the grader needs a label and the answer has none.
 
     Raises:
         KeyError: For a name that no grader has.

@@ -1,4 +1,4 @@
-"""Grades answers with a deadline each: a grader that hangs, or dies, costs its own answer, not the rollout."""
+"""Grades answers in workers with a deadline each: a grader that hangs or crashes loses one answer, not the rollout."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ log = logging.getLogger(__name__)
 
 DEADLINE_SECONDS = 10.0
 NUM_WORKERS = 2
-# Beyond what a worker has mapped when it starts: one answer cannot take the memory of the node.
+# Memory limit beyond a worker's initial mapping, so that one answer cannot exhaust the node's memory.
 MEMORY_BYTES = 1 << 30
-# To start a worker takes a second, and on a machine that is busy with else much more.
+# Starting a worker takes a second, and much longer on a busy machine.
 _START_SECONDS = 180.0
-# Grades are numbers: those of a large group take kilobytes.
+# Limit on a job's result; the grades of a large group take kilobytes.
 _MAX_REPLY_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
 class BuiltIn:
-    """A built-in grader with its settings, which another process can import.
+    """A built-in grader with its settings, picklable for a worker.
 
     Args:
         name: A key of `GRADERS`.
-        settings: Of the graders of form.
+        settings: Settings of the format graders.
     """
 
     name: str
@@ -69,30 +69,30 @@ class BuiltIn:
 
 
 class WorkerDied(RuntimeError):
-    """A worker has ended before it answered; says how."""
+    """A worker ended before it answered; states how."""
 
 
 class Worker:
     """A process of `posttrain.rl.reward.worker`, which grades one job at a time.
 
     Args:
-        memory_bytes: What it may map beyond what it has at its start.
-        modules: What it imports at its start.
+        memory_bytes: Limit on memory mapped beyond that at its start.
+        modules: Modules that it imports at its start.
 
     Raises:
-        WorkerDied: It did not become ready.
-        TimeoutError: Not in time.
+        WorkerDied: It ended before it was ready.
+        TimeoutError: It was not ready in time.
     """
 
     def __init__(self, memory_bytes: int, modules: Sequence[str]):
         self.has_graded = False
         self._channel, theirs = socket.socketpair()
         words = [theirs.fileno(), os.getpid(), memory_bytes, *modules]
-        # -P: a file of the working folder that is called like a module is none. Graders are found where we find them.
+        # -P: files in the working folder must not shadow modules. The worker uses this process's module path.
         command = [sys.executable, "-P", "-u", "-m", "posttrain.rl.reward.worker", *map(str, words)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         with theirs:
-            # What a reward function prints is for readers of the log: standard output belongs to the command.
+            # A reward function's prints go to the log, because standard output belongs to the command.
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()], env=environment
             )
@@ -104,18 +104,18 @@ class Worker:
             raise
 
     def grade(self, packed: bytes, seconds: float) -> tuple[Grades | Failure, str]:
-        """Have a job graded.
+        """Grade a job.
 
         Args:
             packed: The pickled job.
             seconds: Its deadline.
 
         Returns:
-            Its grades or why there are none, and what it has left in the worker: "" where another job may follow.
+            Its grades or a failure, and the state it left in the worker: "" if another job may follow.
 
         Raises:
-            WorkerDied: The process has ended, or does not answer as a worker does.
-            TimeoutError: It has not answered in time.
+            WorkerDied: The process ended, or sent an invalid answer.
+            TimeoutError: It did not answer in time.
         """
         try:
             self._channel.settimeout(seconds)
@@ -132,13 +132,13 @@ class Worker:
             raise WorkerDied("the worker's answer cannot be read") from error
 
     def end(self) -> None:
-        """Kill the process; nothing of it is needed."""
+        """Kill the process."""
         self._process.kill()
         self._process.wait()
         self._channel.close()
 
     def _receive(self, seconds: float) -> Any:
-        """Return the next frame's content."""
+        """Return the content of the next frame."""
         until = time.monotonic() + seconds
         (size,) = HEADER.unpack(self._read(HEADER.size, until))
         if size > _MAX_REPLY_BYTES:
@@ -164,7 +164,7 @@ class Worker:
         return content
 
     def _died(self) -> WorkerDied:
-        # It may have closed its end and live.
+        # It may have closed its end and still be alive.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
         code = self._process.poll()
@@ -173,13 +173,13 @@ class Worker:
 
 
 class GraderPool:
-    """Worker processes that grade; one that misses a deadline, or is not fit for another answer, is replaced.
+    """A pool of grading workers; replaces a worker that misses a deadline or cannot take another job.
 
     Args:
-        deadline_seconds: Per answer; a group has as many times as long.
-        num_workers: Processes; they start with the first job that needs them.
-        memory_bytes: What a worker may map beyond what it has at its start.
-        modules: What a worker imports at its start, so that no answer has to wait for it.
+        deadline_seconds: Per answer; a group's deadline is multiplied by its size.
+        num_workers: Processes, started on demand.
+        memory_bytes: Limit on memory that a worker maps beyond that at its start.
+        modules: Modules imported at a worker's start, so that no answer waits for them.
     """
 
     def __init__(
@@ -191,9 +191,9 @@ class GraderPool:
     ):
         self._deadline, self._num_workers = deadline_seconds, num_workers
         self._at_start = (memory_bytes, tuple(modules))
-        # The kernel ends a worker with the thread that has started it: these live as long as the pool.
+        # The kernel ends a worker with the thread that started it, so these threads live as long as the pool.
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="grader")
-        # Each thread keeps its worker from job to job.
+        # Each thread keeps its worker between jobs.
         self._own = threading.local()
         self._workers: set[Worker] = set()
         self._is_closed = False
@@ -201,7 +201,7 @@ class GraderPool:
 
     @classmethod
     def of(cls, config: Config) -> GraderPool:
-        """Return the pool that a configuration asks for."""
+        """Return the pool for a configuration."""
         settings, modules = config.reward, ["reasoning_gym"] * bool(config.data.reasoning_gym)
         return cls(settings.deadline_seconds, settings.num_workers, int(settings.memory_gib * 2**30), modules)
 
@@ -223,14 +223,14 @@ class GraderPool:
             jobs: In any order.
 
         Returns:
-            The grades of each job, or why there are none, in the order of the jobs. No score is invented.
+            The grades of each job or a failure, in the order of the jobs. No score is invented.
         """
         results = {place: grade_job(job) for place, job in enumerate(jobs) if job.is_instant}
         waiting = collections.deque(place for place, job in enumerate(jobs) if not job.is_instant)
 
         def work() -> None:
             while waiting:
-                with contextlib.suppress(IndexError):  # another thread has taken the last one
+                with contextlib.suppress(IndexError):  # another thread took the last one
                     place = waiting.popleft()
                     results[place] = self._grade(jobs[place])
 
@@ -245,8 +245,8 @@ class GraderPool:
     def _grade(self, job: Job) -> Grades | Failure:
         """Grade a job in this thread's worker.
 
-        A worker that has graded others may be at fault for what it cannot do now: where it dies or lacks memory, the
-        job is asked again in a new one, and fails only there.
+        If a used worker dies or runs out of memory, earlier jobs may be the cause: the job is retried in a new worker,
+        and fails only there.
         """
         try:
             packed = pickle.dumps(job)
@@ -265,7 +265,7 @@ class GraderPool:
                 return outcome
 
     def _ask(self, worker: Worker, packed: bytes, deadline: float) -> Grades | Failure:
-        """Have a worker grade a job, and end it where no other job may follow."""
+        """Grade a job in a worker, and end the worker if no other job may follow."""
         try:
             outcome, left = worker.grade(packed, deadline)
         except TimeoutError:
@@ -280,7 +280,7 @@ class GraderPool:
         return outcome
 
     def _worker(self) -> Worker:
-        """Return this thread's worker; start one where it has none."""
+        """Return this thread's worker, starting one if necessary."""
         if self._is_closed:
             raise WorkerDied("the graders have ended")
         worker: Worker | None = getattr(self._own, "worker", None)

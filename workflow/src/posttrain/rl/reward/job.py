@@ -1,4 +1,4 @@
-"""One call of a grader: what it is asked, and what of its answer is a grade."""
+"""One call of a grader, and the validation of its result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from posttrain.rl.reward.answer import Answer, Failure, Grade
 
 Grades = tuple[Grade, ...]
 
-# Of one answer: every name is a chart.
+# Limit per answer: every name becomes a chart.
 MAX_METRICS, MAX_NAME_CHARACTERS = 100, 200
 MAX_REASON_CHARACTERS, MAX_SHOWN_CHARACTERS = 1000, 80
 _LIBRARY = Path(__file__).resolve().parents[2]
@@ -27,10 +27,10 @@ class Job:
     """Answers that one call of a grader grades.
 
     Args:
-        grader: Answers to a grade each; another process can import it.
+        grader: Maps answers to a grade each; picklable.
         answers: One, or those of a group.
-        is_instant: It cannot hang: it runs where it is called, without a process in between.
-        source: The user's file in which the grader is defined; "" for a built-in one.
+        is_instant: It cannot hang, so it runs in the calling process.
+        source: The user's file that defines the grader; "" for a built-in one.
     """
 
     grader: Callable[[tuple[Answer, ...]], Grades]
@@ -40,10 +40,10 @@ class Job:
 
 
 def grade_job(job: Job) -> Grades | Failure:
-    """Return the grades of a job's answers, or what its grader raised.
+    """Return the grades of a job's answers, or a failure if its grader raised.
 
     Raises:
-        MemoryError: There was not enough.
+        MemoryError: The grader ran out of memory.
     """
     try:
         grades = tuple(job.grader(job.answers))
@@ -57,10 +57,10 @@ def grade_job(job: Job) -> Grades | Failure:
 
 
 def checked(grade: Grade, answer: Answer) -> Grade:
-    """Return a grade of plain floats: what else a function returns might not reach another process.
+    """Return a grade of plain floats, because other types might not cross the process boundary.
 
     Raises:
-        ValueError: A number cannot be used, or there are too many; names it and the answer.
+        ValueError: A value is invalid, or there are too many; names it and the answer.
     """
     score = None if grade.score is None else float(grade.score)
     if score is not None and not is_usable(score):
@@ -72,7 +72,7 @@ def checked_metrics(values: Mapping[str, Any]) -> dict[str, float]:
     """Return a grade's further numbers as plain floats.
 
     Raises:
-        ValueError: There are too many, a name is too long, or a number cannot be used.
+        ValueError: There are too many, a name is too long, or a value is invalid.
     """
     if len(values) > MAX_METRICS:
         raise ValueError(f"{len(values)} metrics for one answer; at most {MAX_METRICS} are kept: give fewer names")
@@ -88,7 +88,7 @@ def checked_metric(name: object, value: Any) -> float:
     """Return a further number as a plain float.
 
     Raises:
-        ValueError: It cannot be used; names it.
+        ValueError: The value is invalid; names it.
     """
     number = float(value)
     if not is_usable(number):
@@ -102,17 +102,17 @@ def _shown(answer: Answer) -> str:
 
 
 def reason_of(error: BaseException, source: str = "") -> str:
-    """Return an exception in one line of bounded length, with the place in the user's code that raised it.
+    """Return an exception as one line of bounded length, with the raising line of the user's code.
 
     Args:
-        error: As it was caught.
-        source: The user's file; "" shows the innermost place, whoever's it is.
+        error: The caught exception.
+        source: The user's file; "" shows the innermost line of any file.
 
     Example:
         "KeyError: 'gold' (rewards.py:12, in score)"
     """
     text = "it cannot be shown"
-    # Its text is the user's code, too.
+    # `str(error)` may run the user's code, too.
     with contextlib.suppress(Exception):
         text = str(error)
     if len(text) > MAX_REASON_CHARACTERS:
@@ -122,7 +122,7 @@ def reason_of(error: BaseException, source: str = "") -> str:
 
 
 def _place(error: BaseException, source: str) -> str:
-    """Return the innermost line of the user's code on the way to an exception; "" where none is."""
+    """Return the innermost line of the user's code in a traceback; "" if there is none."""
     if not source:
         return ""
     frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
@@ -132,7 +132,7 @@ def _place(error: BaseException, source: str) -> str:
 
 
 def _is_beside(file: str, folder: str) -> bool:
-    if file.startswith("<"):  # a text that was executed
+    if file.startswith("<"):  # code executed from a string
         return False
     path = Path(file).resolve()
     is_installed = bool({"site-packages", "dist-packages"} & {*path.parts})

@@ -1,4 +1,4 @@
-"""A model that judges, behind an address that speaks OpenAI's protocol: a prompt goes in, a verdict comes out."""
+"""Grades with a judge model behind an OpenAI-compatible endpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from posttrain.rl.reward.answer import Answer, Failure, Grade
 from posttrain.rl.reward.network import AddressClient
 
 _WORDS = {"yes": 1.0, "no": 0.0}
-# A verdict stands at the end.
+# The verdict is at the end of a reply.
 _TAIL = 10_000
 
 
@@ -21,12 +21,12 @@ class JudgeGrader:
     """Grades by asking a judge.
 
     Args:
-        section: Of the configuration, for messages.
-        judge: Its settings.
-        prompt: Content of its file.
+        section: Section of the configuration, for messages.
+        judge: The judge's settings.
+        prompt: Content of its prompt file.
 
     Raises:
-        ConfigError: Its token is not in the environment, or the prompt names something that is no column.
+        ConfigError: Its token is not in the environment, or the prompt names an unknown column.
     """
 
     def __init__(self, section: str, judge: Judge, prompt: str):
@@ -35,9 +35,9 @@ class JudgeGrader:
         self._pattern = re.compile(judge.verdict_pattern, re.DOTALL)
 
     async def grade_all(self, answers: Sequence[Answer]) -> list[Grade | Failure]:
-        """Return the grade of each answer, or why there is none, in order.
+        """Return the grade of each answer or a failure, in order.
 
-        A judge that is told labels does not apply to an answer without one.
+        A judge whose prompt uses labels does not apply to an answer without one.
         """
         outcomes: list[Grade | Failure | str] = [self._question(answer) for answer in answers]
         asked = [place for place, question in enumerate(outcomes) if isinstance(question, str)]
@@ -72,7 +72,7 @@ class JudgeGrader:
             return Failure("error", f"the judge's prompt: {error}")
 
     def _verdict(self, reply: Any) -> Grade | Failure:
-        """Return what a judge's last verdict says."""
+        """Return the score of a judge's last verdict."""
         try:
             choice = reply["choices"][0]
             text, is_cut = choice["message"]["content"], choice.get("finish_reason") == "length"
@@ -93,7 +93,7 @@ class JudgeGrader:
 
 
 def _score(verdict: str | None, best: float) -> float | None:
-    """Return a verdict as a score; None where it is none: who says 11 of 10 was talked into it, or meant another."""
+    """Return a verdict as a score; None if it is out of range (11 of 10 is a manipulated or different verdict)."""
     if (word := str(verdict).lower()) in _WORDS:
         return _WORDS[word]
     try:
@@ -104,7 +104,7 @@ def _score(verdict: str | None, best: float) -> float | None:
 
 
 def _as_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return what was asked: one message is its text."""
+    """Return the prompt as text; a single message without its role."""
     if len(messages) == 1:
         return str(messages[0].get("content") or "")
     return "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in messages)

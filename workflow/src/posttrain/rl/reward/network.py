@@ -1,11 +1,10 @@
-"""Asks an address over HTTP, for graders that answer from elsewhere.
+"""HTTP client for remote graders.
 
-- So many requests are under way at a time, whoever asks.
-- A request has a deadline, which holds for all that is asked again, too.
-- It is asked again where that may help: the connection was cut, or the status is 429 or 5xx. What the server says of
-  when (`Retry-After`) is obeyed as long as the deadline allows. Nothing else is asked again.
-- A repeated request has the same `Idempotency-Key`: the digest of what is sent.
-- What goes wrong is a `Failure`, and in none of its words is the token.
+- The number of concurrent requests is limited over all callers.
+- A request has a deadline that includes its retries.
+- Only connection failures and statuses 429 and 5xx are retried. `Retry-After` is obeyed as far as the deadline allows.
+- A retried request has the same `Idempotency-Key`: the digest of its body.
+- Errors become a `Failure`, whose text never contains the token.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ from posttrain.http_answers import PLAIN, parse_json, read_bounded, read_error, 
 from posttrain.plan.preflight.reward_tokens import token_of
 from posttrain.rl.reward.answer import Failure
 
-# Of what an address says when it is not what was asked for.
+# Characters of an unexpected answer in messages.
 MAX_TOLD_CHARACTERS = 300
 RETRIED_STATUSES = (429, *range(500, 600))
 FIRST_WAIT_SECONDS = 0.5
 
 
 class AddressClient:
-    """Asks one address.
+    """Client of one address.
 
     Args:
-        section: Of the configuration, for messages.
-        address: Where, and with how much patience.
-        path: Behind the address.
+        section: Section of the configuration, for messages.
+        address: URL, deadline and retries.
+        path: Path below the URL.
 
     Raises:
         ConfigError: The token is not in the environment.
@@ -58,7 +57,7 @@ class AddressClient:
             bodies: JSON types.
 
         Returns:
-            What came back for each, JSON types or a `Failure`, in the order of the bodies.
+            The answer to each, JSON types or a `Failure`, in the order of the bodies.
         """
         headers = {"Content-Type": "application/json", **PLAIN}
         if self._token:
@@ -68,13 +67,13 @@ class AddressClient:
             return list(await asyncio.gather(*(self._ask(client, body) for body in bodies)))
 
     def told(self, text: object) -> str:
-        """Return what an address said as it may be shown: short, in one line, without the token."""
+        """Return an answer's text for messages: short, one line, without the token."""
         shown = str(text).replace(self._token, "***") if self._token else str(text)
         shown = one_line(shown)
         return shown if len(shown) <= MAX_TOLD_CHARACTERS else f"{shown[:MAX_TOLD_CHARACTERS]}..."
 
     async def _ask(self, client: AsyncClient, body: Any) -> Any:
-        # A semaphore belongs to the loop in which it is first waited for.
+        # A semaphore is bound to the event loop that first awaits it.
         turns = self._turns.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._settings.max_requests))
         deadline = self._settings.deadline_seconds
         async with turns:
@@ -124,5 +123,5 @@ class AddressClient:
 
 @lru_cache
 def _certificates() -> ssl.SSLContext:
-    """Return the trusted certificate authorities; reading them takes longer than an answer."""
+    """Return the trusted certificate authorities, cached because reading them is slow."""
     return ssl.create_default_context()

@@ -1,6 +1,6 @@
 """Calls reward functions of the user, in worker processes.
 
-Two signatures are known, so that functions written for others run as they are:
+It supports two signatures, so that functions written for other trainers run unchanged:
 
     compute_score(data_source, solution_str, ground_truth, extra_info)     verl's: one response, a number or a dict
     f(prompts, completions, **columns)                                     TRL's: all responses to a prompt, a list
@@ -51,11 +51,11 @@ class OwnFunction:
         return self.own.needs_label
 
     def __call__(self, answers: tuple[Answer, ...]) -> tuple[Grade, ...]:
-        """Return a grade for each answer; without `takes_groups` they are asked for one by one.
+        """Return a grade for each answer; without `takes_groups`, calls the function once per answer.
 
         Raises:
-            RuntimeError: The source is not the one that was planned with.
-            TypeError: The function returns something that is no score.
+            RuntimeError: The source has changed since planning.
+            TypeError: The function's result is not a score.
             ValueError: A number is not finite; see `job.checked`.
         """
         function = getattr(_load(self.own.path, self.own.digest), self.own.name)
@@ -65,18 +65,18 @@ class OwnFunction:
 
 @lru_cache
 def _load(path: str, digest: str) -> ModuleType:
-    """Import a source, once per process, after proving that it is the one that was planned with."""
+    """Import a source once per process, after checking that it has not changed since planning."""
     content = Path(path).read_bytes()
     if digest_of(path, content) != digest:
         raise RuntimeError(f"{path}, or a file that it names, has changed since the run was planned")
-    # Files beside it can be imported by it, as if it were started by itself.
+    # Let it import files in its folder, as if run as a script.
     sys.path.insert(0, str(Path(path).resolve().parent))
     name = f"posttrain_reward_{digest[:12]}"
     module = ModuleType(name)
     module.__file__ = path
-    # What it defines must be found by name: dataclasses and pickle look there.
+    # Register the module, because dataclasses and pickle look names up there.
     sys.modules[name] = module
-    # What was read is what is executed, not what the file holds by now.
+    # Execute the content that was hashed, even if the file has changed since.
     exec(compile(content, path, "exec"), module.__dict__)
     return module
 
@@ -97,7 +97,7 @@ def _call_verl(function: Callable[..., Any], answers: tuple[Answer, ...]) -> tup
             names = ", ".join(map(str, list(parts)[:MAX_METRICS]))
             raise TypeError(f"{_named(function)} returned a dict without 'score': {names:.200}")
         score = _number(function, parts.pop("score"), answer)
-        # Texts and the like are for reading, not for charts.
+        # Skip texts and other values that cannot be charted.
         numbers = {key: number for key, value in parts.items() if (number := _as_float(value)) is not None}
         grades.append(Grade(score, checked_metrics(numbers)))
     return tuple(grades)
@@ -124,7 +124,7 @@ def _call_trl(function: Callable[..., Any], answers: tuple[Answer, ...]) -> tupl
 
 
 def _finished(result: Any) -> Any:
-    """Return a result; that of an `async def` once it is there."""
+    """Return a result, awaiting that of an `async def`."""
     return asyncio.run(result) if inspect.iscoroutine(result) else result
 
 
@@ -154,10 +154,10 @@ def _named(function: Callable[..., Any]) -> str:
 
 
 def _as_float(value: Any) -> float | None:
-    """Return a number, one of numpy or torch too, as a float; None for what is none."""
+    """Return a number (also numpy's or torch's) as a float; None for anything else."""
     try:
         return None if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError):
         return None
-    except OverflowError:  # a whole number of 400 digits
+    except OverflowError:  # an integer of 400 digits
         return math.inf

@@ -1,4 +1,4 @@
-"""What graders share in a worker process, so that none of it passes from one answer to the next."""
+"""Saves and restores a worker's process state, so that nothing leaks from one answer to the next."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# A grader may keep some files open, those of a cache say; more than this is a leak.
+# A grader may keep some files open, such as a cache; more than this is a leak.
 MAX_KEPT_FILES = 64
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 _LIMITS = (
@@ -25,7 +25,7 @@ _STREAMS = ("stdin", "stdout", "stderr")
 
 @dataclass(frozen=True)
 class ProcessState:
-    """The state of a process before it grades.
+    """The state of a process before grading.
 
     Args:
         folder: The working folder.
@@ -34,11 +34,11 @@ class ProcessState:
         limits: Limit of the system -> (soft, hard).
         streams: Standard input, output and error, with copies of their descriptors.
         builtins: Python's built-in names.
-        recursion_limit: Of Python's calls.
-        collects: Whether the garbage collector runs.
-        mask: Of the permissions of new files.
-        num_files: Open descriptors.
-        num_threads: Threads of Python beside the main one.
+        recursion_limit: Python's recursion limit.
+        collects: Whether the garbage collector is enabled.
+        mask: The umask.
+        num_files: Open file descriptors.
+        num_threads: Python threads besides the main thread.
     """
 
     folder: str
@@ -72,7 +72,7 @@ class ProcessState:
         )
 
     def restore(self) -> str:
-        """Put back what can be put back; return what cannot, "" where the process is as it was."""
+        """Restore what is possible; return what is not, "" if the state is fully restored."""
         try:
             self._restore_signals()
             self._restore_interpreter()
@@ -116,7 +116,7 @@ class ProcessState:
 
 
 def _mask() -> int:
-    # It can only be read by setting another one.
+    # The umask can only be read by setting it.
     mask = os.umask(0o077)
     os.umask(mask)
     return mask

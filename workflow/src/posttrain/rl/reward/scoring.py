@@ -1,7 +1,7 @@
-"""Groups of answers to rewards: what `data.reward` names is asked of the graders, weighted and added up.
+"""Computes rewards of groups of answers: runs the graders of `data.reward` and sums their weighted scores.
 
-Nothing here invents a score. Where a grader fails (it misses its deadline, its process dies, it raises, its address
-answers with no grade), or none applies, an answer has no reward; the others of its group keep theirs.
+No score is invented. If a grader fails (missed deadline, dead process, exception, invalid answer of its address), or no
+grader applies, the answer has no reward; the others of its group keep theirs.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from posttrain.rl.reward.own import OwnFunction
 from posttrain.rl.reward.service import ServiceGrader
 from posttrain.rl.reward.shape import ShapeSettings
 
-# A term, and the answers that one call of its grader grades.
+# A term, and the answers of one grader call.
 Asked = tuple[Term, tuple[Answer, ...]]
 
-# Failures are told by the first ones.
+# Failures shown in an error.
 NUM_TOLD = 20
 
 
 @dataclass(frozen=True)
 class Scored:
-    """What the graders say of one answer.
+    """The graders' results for one answer.
 
     Args:
-        reward: Weighted sum; None where a grader failed or none applies.
-        scores: Grader -> score, None where it does not apply or failed.
-        parts: Further numbers, `grader/name` -> value.
-        failure: Why a grader failed, with its name; "" where none did.
+        reward: Weighted sum; None if a grader failed or none applies.
+        scores: Grader -> score, None if it does not apply or failed.
+        parts: Further values, `grader/name` -> value.
+        failure: Name and reason of a failed grader; "" if none failed.
     """
 
     reward: float | None
@@ -50,15 +50,15 @@ class Scored:
 
 
 class Scorer:
-    """Grades by `data.reward`, answers of each source by its own.
+    """Grades answers by `data.reward`, or by the reward of their source.
 
     Args:
         config: The resolved configuration.
-        pool: Grades what is not asked over a network.
+        pool: Runs the local graders.
 
     Raises:
         ConfigError: A reward cannot be read, or a service's or judge's token is not in the environment.
-        RuntimeError: A function of the user's, or a judge's prompt, is not the one that was planned with.
+        RuntimeError: A user's function or a judge's prompt has changed since planning.
     """
 
     def __init__(self, config: Config, pool: GraderPool):
@@ -69,22 +69,22 @@ class Scorer:
         self._near = {name: one for name, one in graders.items() if isinstance(one, BuiltIn | OwnFunction)}
 
     def needs_label(self, term: Term) -> bool:
-        """Return whether labels can be held against a grader: not one that needs none, or costs a request for each."""
+        """Return whether labels can check a grader: it needs labels, and costs no request per answer."""
         return term.grader in self._near and self._near[term.grader].needs_label
 
     async def score(self, groups: Sequence[Sequence[Answer]], only: Term | None = None) -> list[list[Scored]]:
         """Return the result of each answer.
 
         Args:
-            groups: Answers to one prompt each: a function that grades groups sees them together.
-            only: The one term that is asked; None for all of a source's.
+            groups: Answers by prompt; group graders get each group together.
+            only: The only term to compute; None: all terms of the source.
         """
         asked = [self._asked(group, (only,) if only else self.terms[group[0].source]) for group in groups]
         results = iter(await self._grade([one for of_group in asked for one in of_group]))
         return [_scored(group, of_group, results) for group, of_group in zip(groups, asked, strict=True)]
 
     def _asked(self, group: Sequence[Answer], terms: Sequence[Term]) -> list[Asked]:
-        """Return the questions about a group: grader by grader, answer by answer."""
+        """Return the grader calls for a group, by grader and answer."""
         asked: list[Asked] = []
         for term in terms:
             is_one = term.grader in self._near and self._near[term.grader].takes_groups
@@ -92,7 +92,7 @@ class Scorer:
         return asked
 
     async def _grade(self, asked: Sequence[Asked]) -> list[Grades | Failure]:
-        """Return the results in order; processes grade while addresses are asked."""
+        """Return the results in order; local workers and remote requests run concurrently."""
         results: dict[int, Grades | Failure] = {}
 
         async def ask_near(places: Sequence[int]) -> None:
@@ -116,7 +116,7 @@ class Scorer:
 
 
 def _scored(group: Sequence[Answer], asked: Sequence[Asked], results: Iterator[Grades | Failure]) -> list[Scored]:
-    """Return the grades of a group; `results` goes on with those of `asked`."""
+    """Return the grades of a group; takes the results of `asked` from the iterator `results`."""
     columns: dict[Term, list[Grade | Failure]] = {}
     for term, answers in asked:
         result = next(results)
@@ -152,16 +152,16 @@ def _grader(term: Term, config: Config) -> BuiltIn | OwnFunction | ServiceGrader
 
 
 def network_grader(config: Config, name: str, address: Address) -> ServiceGrader | JudgeGrader:
-    """Return what grades over a network.
+    """Return the client of a remote grader.
 
     Args:
         config: The resolved configuration.
-        name: The grader's.
+        name: Name of the grader.
         address: Its settings, a `Service` or a `Judge`.
 
     Raises:
         ConfigError: Its token is not in the environment, or the judge's prompt cannot be read.
-        RuntimeError: The judge's prompt is not the one that was planned with.
+        RuntimeError: The judge's prompt has changed since planning.
     """
     if isinstance(address, Service):
         return ServiceGrader(f"reward.services.{name}", address)
@@ -178,7 +178,7 @@ def _check_planned(file: str, digest: str, config: Config) -> None:
 
 
 def shape_settings(config: Config) -> ShapeSettings:
-    """Return what the graders of form are told."""
+    """Return the settings of the format graders."""
     reward, longest = config.reward, config.rollout.max_response_tokens
     return ShapeSettings(
         format_pattern=reward.format_pattern,
@@ -190,14 +190,14 @@ def shape_settings(config: Config) -> ShapeSettings:
 
 
 def check_failures(failures: Sequence[str], most: float) -> None:
-    """End where graders have failed too often: `reward.max_failure_share`.
+    """Raise if graders failed too often: `reward.max_failure_share`.
 
     Args:
-        failures: Of each response, why it could not be graded; "" where it could.
-        most: Largest share.
+        failures: Reason per response; "" if it was graded.
+        most: Maximum share.
 
     Raises:
-        RuntimeError: With what they said first.
+        RuntimeError: Too many failures; quotes the first.
     """
     failed = [failure for failure in failures if failure]
     if len(failed) > share_of(most, len(failures)):

@@ -1,4 +1,4 @@
-"""A reward service of the user's: answers are posted in batches, scores come back (the protocol: docs/rewards.md)."""
+"""Client of a user's reward service: posts answers in batches and receives scores (protocol: docs/rewards.md)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from posttrain.rl.reward.network import AddressClient
 
 
 class ServiceGrader:
-    """Grades by asking a service.
+    """Grades with a reward service.
 
     Args:
-        section: Of the configuration, for messages.
-        service: Its settings.
+        section: Section of the configuration, for messages.
+        service: The service's settings.
 
     Raises:
         ConfigError: Its token is not in the environment.
@@ -29,7 +29,7 @@ class ServiceGrader:
         self._client, self._size = AddressClient(section, service), service.batch_size
 
     async def grade_all(self, answers: Sequence[Answer]) -> list[Grade | Failure]:
-        """Return the grade of each answer, or why there is none, in order."""
+        """Return the grade of each answer or a failure, in order."""
         batches = [answers[start : start + self._size] for start in range(0, len(answers), self._size)]
         replies = await self._client.ask_all([{"answers": [_as_sent(answer) for answer in batch]} for batch in batches])
         return [
@@ -78,5 +78,5 @@ def _as_sent(answer: Answer) -> dict[str, Any]:
 
 
 def _is_number(value: object) -> bool:
-    # NaN is not less than anything, and a whole number of 400 digits is no float.
+    # Comparisons with NaN are false, and an integer of 400 digits is no float.
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

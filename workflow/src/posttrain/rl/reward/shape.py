@@ -1,4 +1,4 @@
-"""Graders of the form of a response: its tags, its length, its repetitions. None of them needs a label."""
+"""Graders of a response's format: tags, length and repetition. None of them needs a label."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _THINK_THEN_ANSWER = r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*"
 
 @dataclass(frozen=True)
 class ShapeSettings:
-    """Settings of the graders of form.
+    """Settings of the format graders.
 
     Args:
-        format_pattern: Regular expression of the whole response; a dot is any character.
-        target_tokens: The best length of a response, in tokens.
-        max_tokens: The longest one that `overlong` does not punish in full, in tokens.
-        overlong_buffer_tokens: How far below `max_tokens` the punishment begins, in tokens.
-        repetition_ngram: Words of a repeated piece.
+        format_pattern: Regular expression for the whole response; a dot matches any character.
+        target_tokens: The ideal response length in tokens.
+        max_tokens: Length in tokens at which `overlong` reaches its full penalty.
+        overlong_buffer_tokens: Tokens below `max_tokens` at which the penalty begins.
+        repetition_ngram: n-gram length in words.
 
     Raises:
         ValueError: A number is not positive.
@@ -40,18 +40,18 @@ class ShapeSettings:
 
 
 def format_tags(answer: Answer, settings: ShapeSettings) -> float:
-    """Return 1.0 when the whole response matches `format_pattern`; a truncated one does not."""
+    """Return 1.0 if the whole response matches `format_pattern`, 0.0 otherwise or if truncated."""
     matches = re.fullmatch(settings.format_pattern, answer.text, re.DOTALL)
     return float(matches is not None and not answer.is_truncated)
 
 
 def length(answer: Answer, settings: ShapeSettings) -> float:
-    """Return 1.0 at `target_tokens`, falling linearly to 0.0 at no token and at twice the target."""
+    """Return 1.0 at `target_tokens`, falling linearly to 0.0 at zero tokens and at twice the target."""
     return max(0.0, 1 - abs(answer.num_tokens - settings.target_tokens) / settings.target_tokens)
 
 
 def overlong(answer: Answer, settings: ShapeSettings) -> float:
-    """Return the soft punishment of long responses of DAPO (Yu et al. 2025, arXiv:2503.14476, equation 13).
+    """Return DAPO's soft overlong penalty (Yu et al. 2025, arXiv:2503.14476, equation 13).
 
     0.0 up to `max_tokens` less the buffer, then linear down to -1.0 at `max_tokens`, and -1.0 beyond.
     """
@@ -60,7 +60,7 @@ def overlong(answer: Answer, settings: ShapeSettings) -> float:
 
 
 def repetition(answer: Answer, settings: ShapeSettings) -> float:
-    """Return minus the share of pieces of `repetition_ngram` words that the response has said before, -1.0 to 0.0."""
+    """Return minus the share of repeated n-grams of `repetition_ngram` words, -1.0 to 0.0."""
     words, size = answer.text.lower().split(), settings.repetition_ngram
     pieces = [tuple(words[start : start + size]) for start in range(len(words) - size + 1)]
     return len(set(pieces)) / len(pieces) - 1 if pieces else 0.0

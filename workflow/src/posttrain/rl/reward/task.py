@@ -1,4 +1,4 @@
-"""Grades by the task of reasoning-gym that has made a row."""
+"""Grades with the reasoning-gym task that generated a row."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from posttrain.rl.reward.shape import ShapeSettings
 
 
 def reasoning_gym(answer: Answer, settings: ShapeSettings) -> float:
-    """Return the task's own score: of the last `<answer>...</answer>`, or of the whole response where there is none.
+    """Return the task's score of the last `<answer>...</answer>`, or of the whole response if there is none.
 
-    A truncated response has given no answer, which is for each task to judge.
+    A truncated response counts as no answer, which each task scores itself.
 
     Raises:
-        KeyError: The row is from no task.
-        ConfigError: The package that is installed does not have the task.
+        KeyError: The row is not from a task.
+        ConfigError: The installed package lacks the task.
     """
     from reasoning_gym.utils import extract_answer
 

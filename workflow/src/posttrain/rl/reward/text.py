@@ -1,4 +1,4 @@
-"""Graders of text: the same text, a multiple choice, the words in common."""
+"""Text graders: exact match, multiple choice, word F1."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from posttrain.rl.reward.mathematics import last_boxed, last_match, without_mark
 
 _STYLE = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mathsf)\s*\{([^{}]*)\}|\$|\\[()\[\] ,]")
 _REJECTED = r"(?! (?:is|was|can)(?:n['\u2019]t|['\u2019]t| ?not| never| wrong| incorrect| false)\b)"
-# A letter by itself, the only one: "a" and "I" are words where another word follows that explains nothing.
+# A single stand-alone letter; "a" and "I" are words if another, non-explanatory word follows.
 _LETTER = (
     rf"[(\[{{]?([A-Z])(?:[)\]}}]|(?![\w'\u2019])){_REJECTED}(?! *(?:and|or|,|/|&) *[(\[]?(?-i:[A-Z])\b)"
     r"(?:(?<![aAI])|(?! +(?!because|since|as|which|so|for|due|given|is|by|with|and|but|not)[a-z]))"
@@ -33,15 +33,15 @@ _WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def exact_match(answer: Answer) -> float:
-    """Return 1.0 when the response is the label, or one of a list of labels, white space at both ends apart."""
+    """Return 1.0 if the stripped response is the label, or one of a list of labels."""
     return float(answer.text.strip() in [label.strip() for label in _texts(answer.label)])
 
 
 def choice(answer: Answer) -> float:
-    """Return 1.0 when the letter that the response states is the label's.
+    """Return 1.0 if the response's letter is the label's.
 
-    The letter of a box counts, else the last that "the answer is" names, else the last "(B)", else the last that is
-    chosen ("option B"), else one that has the last line for itself or begins the response ("B. Paris"). The label is a
+    The letter is taken from a box, else from the last "the answer is", else the last "(B)", else the last choice
+    ("option B"), else a letter alone on the last line or at the start of the response ("B. Paris"). The label is a
     letter ("B", "(B)") or an index from 0.
     """
     wanted = answer.label
@@ -54,10 +54,10 @@ def choice(answer: Answer) -> float:
 
 
 def f1(answer: Answer) -> float:
-    """Return the F1 of words in common, 0.0 to 1.0, with the best of the labels.
+    """Return the word F1 with the best-matching label, 0.0 to 1.0.
 
-    Words are compared as SQuAD's evaluation does (Rajpurkar et al. 2016, arXiv:1606.05250): in lower case, without
-    punctuation and articles. Without words on either side it is 1.0 where both have none.
+    Words are compared as in SQuAD's evaluation (Rajpurkar et al. 2016, arXiv:1606.05250): in lower case, without
+    punctuation and articles. If a side has no words, it is 1.0 if neither has, else 0.0.
     """
     return max((_f1(_words(answer.text), _words(label)) for label in _texts(answer.label)), default=0.0)
 

@@ -1,12 +1,11 @@
 """A process that grades: `python -m posttrain.rl.reward.worker DESCRIPTOR PARENT_PID MEMORY_BYTES [MODULE ...]`.
 
-It reads one job after the other from a socket and answers each with its grades or with the reason why there are none.
-Both directions are frames: the length in 8 bytes, then a pickled job one way and JSON the other, so that nothing a
-reward function does to this process is unpickled by the trainer.
+It reads jobs from a socket one by one, and answers each with its grades or a failure. Both directions use frames: the
+length in 8 bytes, then a pickled job one way and JSON the other, so that the trainer unpickles nothing from a process
+that ran a reward function.
 
-What a grader leaves behind must not reach the next answer. What can be put back is put back (`process_state`). Where
-that is impossible, because threads, files or memory are left, the process says so with its answer and ends: the next
-answer gets a new one.
+A grader's side effects must not reach the next answer. `process_state` restores what it can. If threads, files or
+memory remain, the process reports that with its answer and ends; the next answer gets a new process.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ from posttrain.rl.reward.expression import warm_up
 from posttrain.rl.reward.job import Grades, Job, grade_job, reason_of
 from posttrain.rl.reward.process_state import ProcessState
 
-# What a process says when it is ready for its first job.
+# Message of a process that is ready for its first job.
 READY = "ready"
 HEADER = struct.Struct("!Q")
 NO_MEMORY = "the worker had no memory left"
 
 
 def main(descriptor: int, parent_pid: int, memory_bytes: int, modules: Sequence[str]) -> None:
-    """Grade until the other side closes its end, or this process is not fit for another answer."""
+    """Grade until the other side closes the socket, or the process state cannot be restored."""
     die_with_parent(parent_pid)
-    # Ctrl-C reaches every process of the terminal: the trainer decides when a worker ends.
+    # Ignore Ctrl-C, which reaches every process of the terminal: the trainer decides when a worker ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     warm_up()
     for name in modules:
@@ -61,12 +60,12 @@ def main(descriptor: int, parent_pid: int, memory_bytes: int, modules: Sequence[
                 break
     with contextlib.suppress(Exception):
         sys.stdout.flush()
-    # What a grader has left, threads and handlers of the interpreter's end, does not keep the process.
+    # Exit hard, so that a grader's threads and exit handlers cannot keep the process alive.
     os._exit(0)
 
 
 def _grade(packed: bytes) -> tuple[Grades | Failure, str]:
-    """Grade a packed job; return also what it has left that nothing can put back, "" for nothing."""
+    """Grade a packed job; also return the side effects that cannot be restored, "" if none."""
     source = ""
     try:
         job: Job = pickle.loads(packed)
@@ -74,7 +73,7 @@ def _grade(packed: bytes) -> tuple[Grades | Failure, str]:
         return grade_job(job), ""
     except MemoryError:
         return Failure("crash", NO_MEMORY), "no memory"
-    # `sys.exit()` in a reward function is an error of that function, and ends nothing.
+    # `sys.exit()` in a reward function is an error of that function and does not end the process.
     except BaseException as error:
         return Failure("error", reason_of(error, source)), ""
 
@@ -91,7 +90,7 @@ def _send(channel: socket.socket, content: Any) -> None:
 
 
 def _receive(channel: socket.socket) -> bytes | None:
-    """Return the next frame; None where the other side has closed its end."""
+    """Return the next frame; None if the other side has closed the socket."""
     header = channel.recv(HEADER.size, socket.MSG_WAITALL)
     if len(header) < HEADER.size:
         return None

@@ -2,11 +2,10 @@
 
     A_i = (r_i - mean(r)) / (std(r) + 1e-6)
 
-`std` is the sample standard deviation (divisor n - 1). Without the division this is Dr. GRPO's estimator. A group whose
-rewards are all equal teaches nothing, and a group of one has nobody to be compared with: its advantages are exactly 0.
-Rewards are equal when FP32 cannot tell them apart from rounding: the same score, summed in another order, is no lesson.
-A sample without a reward (NaN) is compared with nobody and nobody with it: its advantage is 0, the others' are those of
-a group without it.
+`std` is the sample standard deviation (divisor n - 1). Without the division this is Dr. GRPO's estimator. If all
+rewards of a group are equal, or the group has one sample, its advantages are exactly 0. Rewards count as equal if they
+differ by no more than FP32 rounding, such as the same score summed in another order. A sample without a reward (NaN) is
+ignored: its advantage is 0, and the others' are those of a group without it.
 
 Source: DeepSeekMath (arXiv 2402.03300), section 4.1.2; Dr. GRPO (arXiv 2503.20783), section 3.
 """
@@ -19,7 +18,7 @@ from posttrain.rl.algorithm.settings import Algorithm
 
 # Keeps a group of equal rewards from dividing by zero; far below the deviation of any group that differs.
 STD_EPSILON = 1e-6
-# Of the largest reward of a group: two steps of FP32.
+# Relative to the group's largest reward: two FP32 rounding steps.
 RESOLUTION = 2.0**-22
 # The square of a larger number may be infinite; scaled so, even that of 2**127 is finite.
 _LARGE, _LARGE_SCALE = 2.0**50, 2.0**-80
@@ -46,21 +45,21 @@ def advantages(rewards: torch.Tensor, lengths: torch.Tensor, settings: Algorithm
 
 
 def centered(rewards: torch.Tensor) -> torch.Tensor:
-    """Return the difference from the group's mean [G, n], exactly 0 where all rewards of a group are equal."""
+    """Return the difference from the group's mean [G, n], exactly 0 if all rewards of a group are equal."""
     is_graded, scale = ~rewards.isnan(), _scale(rewards)
     values = (rewards * scale - (rewards * scale).nanmean(dim=1, keepdim=True)) / scale
-    # Rounding may move the mean of equal rewards away from them: the rewards tell, not the difference.
+    # Rounding may shift the mean of equal rewards, so test the rewards, not the difference.
     return values.masked_fill(_are_equal(rewards) | ~is_graded, 0.0)
 
 
 def deviation(rewards: torch.Tensor) -> torch.Tensor:
-    """Return the sample standard deviation of each group's rewards that are not NaN [G, 1]; 0 of fewer than two."""
+    """Return the sample standard deviation of each group's non-NaN rewards [G, 1]; 0 for fewer than two."""
     scale = _scale(rewards)
     scaled = rewards * scale
     whole = scaled.std(dim=1, keepdim=True)
     count = (~rewards.isnan()).sum(dim=1, keepdim=True)
     squares = (scaled - scaled.nanmean(dim=1, keepdim=True)).square().nansum(dim=1, keepdim=True)
-    # A group whose rewards are all there keeps the bits of torch's formula.
+    # A group without NaN keeps the bits of torch's formula.
     return torch.where(whole.isnan(), (squares / (count - 1).clamp(min=1)).sqrt(), whole) / scale
 
 
@@ -73,7 +72,7 @@ def _are_equal(rewards: torch.Tensor) -> torch.Tensor:
 
 
 def _scale(rewards: torch.Tensor) -> torch.Tensor:
-    """Return a power of two for each group [G, 1] by which its sums and squares are finite; 1 for usual rewards."""
+    """Return a power of two for each group [G, 1] that keeps its sums and squares finite; 1 for usual rewards."""
     return torch.where(_largest(rewards) > _LARGE, _LARGE_SCALE, 1.0)
 
 

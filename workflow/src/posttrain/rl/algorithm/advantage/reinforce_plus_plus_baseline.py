@@ -2,8 +2,8 @@
 
     A_i = r_i - mean(r of the group),   then   (A_i - mean(A)) / sqrt(var(A) + 1e-8)
 
-Every token has the advantage of its response, so mean and variance (divisor T - 1) count a response as often as it has
-tokens. One group's scale is not divided by, so groups keep the weight that their rewards give them.
+Every token has the advantage of its response, so mean and variance (divisor T - 1) count a response once per token.
+Groups are not divided by their own standard deviation, so they keep the weight that their rewards give them.
 
 Source: REINFORCE++ (arXiv 2501.03262), section on REINFORCE++ with baseline.
 """

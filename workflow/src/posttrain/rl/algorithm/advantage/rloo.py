@@ -1,8 +1,8 @@
-"""A response is compared with the mean of the others to the same prompt.
+"""Leave-one-out: compares a response with the mean of the others to the same prompt.
 
     A_i = r_i - mean of r_j over j != i
 
-A group of one has no others: its advantage is 0.
+The advantage of a group of one is 0.
 
 Source: Back to Basics (arXiv 2402.14740), section 3.2, RLOO.
 """

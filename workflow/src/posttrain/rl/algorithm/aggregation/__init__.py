@@ -1,4 +1,4 @@
-"""From losses per token to one number: the weight of each response token in the loss of a global batch."""
+"""Aggregates token losses: the weight of each response token in the loss of a global batch."""
 
 from __future__ import annotations
 

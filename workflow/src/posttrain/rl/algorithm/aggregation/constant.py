@@ -1,4 +1,4 @@
-"""No length enters: the denominator is the longest response that there could be.
+"""Divides by the response limit, whatever the lengths.
 
 Source: Dr. GRPO (arXiv 2503.20783), section 3.1.
 """

@@ -1,7 +1,7 @@
 """Every token of a micro-batch counts the same, and so does every micro-batch.
 
-The loss then depends on how the global batch was cut: `trainer.max_tokens_per_gpu` and the number of ranks change it.
-It is what trainers compute that divide each micro-batch by its own tokens (TRL calls it BNPO's aggregation).
+The loss then depends on how the global batch is split: `trainer.max_tokens_per_gpu` and the number of ranks change it.
+Trainers that divide each micro-batch by its own token count compute this (TRL calls it BNPO's aggregation).
 
 Source: BNPO (arXiv 2506.02864), in the implementation of TRL, whose gradients are means over local batches.
 """

@@ -4,11 +4,11 @@ For an importance ratio w and advantage A:
 
     loss = max(-w A,  -clip(w, 1 - clip_ratio_low, 1 + clip_ratio_high) A)
 
-The clip stops the gradient once a token has moved far enough in the direction its advantage asks for; the higher upper
-bound leaves unlikely tokens room to grow ("clip higher").
+The clip stops the gradient once a token has moved far enough in the direction of its advantage; the higher upper bound
+leaves unlikely tokens room to grow ("clip higher").
 
-A ratio too large for FP32 (a log ratio above 88) is infinite there, and the clip still decides: loss -(1 +
-clip_ratio_high) A and no gradient where A > 0, loss 0 and no gradient where A = 0. Where A < 0 nothing bounds it: it is
+A ratio too large for FP32 (log ratio above 88) is infinite, but the clip still applies: for A > 0 the loss is
+-(1 + clip_ratio_high) A without gradient, for A = 0 it is 0 without gradient. For A < 0 the loss is unbounded and
 infinite.
 
 Source: PPO (arXiv 1707.06347), equation 7; DAPO (arXiv 2503.14476), section 3.1, equation 10.
@@ -27,7 +27,7 @@ LARGE_LOG_RATIO = 60.0
 def token_losses(
     log_ratio: torch.Tensor, logprobs: torch.Tensor, advantages: torch.Tensor, settings: Algorithm
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the loss of each token and whether the clip decided it.
+    """Return the loss of each token and whether it was clipped.
 
     Args:
         log_ratio: [T] fp32; carries the gradient.
@@ -48,6 +48,6 @@ def token_losses(
 
 
 def finite_ratio(log_ratio: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
-    """Return exp(log_ratio) [T], finite `where` a clip decides: infinity times a gradient of 0 would be NaN."""
+    """Return exp(log_ratio) [T], kept finite `where` a clip applies, because infinity times a zero gradient is NaN."""
     too_large = log_ratio.isfinite() & log_ratio.exp().isinf() & where
     return log_ratio.masked_fill(too_large, LARGE_LOG_RATIO).exp()

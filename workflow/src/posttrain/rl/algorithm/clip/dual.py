@@ -1,7 +1,7 @@
-"""The decoupled clip with a second bound where the advantage is negative.
+"""The decoupled clip with a second bound for negative advantages.
 
-There, nothing else holds a ratio that has grown: the loss -w A has no upper end. For an importance ratio w and
-advantage A, with bound c = clip_ratio_dual above 1 + clip_ratio_high:
+For a negative advantage the loss -w A is otherwise unbounded. For an importance ratio w and advantage A, with bound
+c = clip_ratio_dual above 1 + clip_ratio_high:
 
     loss = min(decoupled(w, A), -c A)   where A < 0, decoupled(w, A) elsewhere
 
@@ -22,12 +22,12 @@ from posttrain.rl.algorithm.settings import Algorithm
 def token_losses(
     log_ratio: torch.Tensor, logprobs: torch.Tensor, advantages: torch.Tensor, settings: Algorithm
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the loss of each token and whether a clip decided it; see `clip.decoupled`.
+    """Return the loss of each token and whether it was clipped; see `clip.decoupled`.
 
     Example:
         Ratio 5, bound 3: advantage -1 gives 3 (clipped) instead of 5.
     """
-    # A ratio beyond the bound has the loss and the gradient of the bound, however large it is.
+    # A ratio beyond the bound has the loss and the (zero) gradient of the bound.
     held = torch.where(advantages < 0, log_ratio.clamp(max=math.log(settings.clip_ratio_dual)), log_ratio)
     losses, clipped = decoupled.token_losses(held, logprobs, advantages, settings)
     return losses, clipped | (held < log_ratio)

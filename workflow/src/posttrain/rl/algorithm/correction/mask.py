@@ -1,10 +1,10 @@
-"""The engine sampled, not the trainer: a token's loss is weighted with the ratio of their probabilities, within bounds.
+"""Corrects for engine sampling: weights a token's loss with the trainer/engine probability ratio, 0 outside of bounds.
 
     factor = exp(d) where correction_low <= exp(d) <= correction_high, else 0
 
 with d = trainer - engine at the level of `correction_level`: of a token (IcePop, with bounds 0.5 and 5), of a sequence
-(masked importance sampling), or of a sequence by the geometric mean of its tokens. What is left out teaches nothing,
-and still counts in the loss's denominator. The factor carries no gradient.
+(masked importance sampling), or of a sequence by the geometric mean of its tokens. Masked tokens have no gradient but
+still count in the loss's denominator. The factor carries no gradient.
 
 Source: IcePop, Every Step Evolves (arXiv 2510.18855), section 2.3; Liu et al., When Speed Kills Stability: Demystifying
 RL Collapse from the Training-Inference Mismatch (2025), masked importance sampling.

@@ -1,4 +1,4 @@
-"""The engine's log-probabilities are not looked at: the trainer's own, before the update, stand for them.
+"""No correction: uses the trainer's log-probabilities before the update instead of the engine's.
 
 Source: DeepSeekMath (arXiv 2402.03300), equation 3, whose old policy is the one that sampled.
 """

@@ -1,9 +1,9 @@
-"""The engine sampled, not the trainer: a token's loss is weighted with the ratio of their probabilities, up to a bound.
+"""Corrects for engine sampling: weights a token's loss with the trainer/engine probability ratio, up to a bound.
 
     factor = min(exp(d), correction_high),   d = trainer - engine, at the level of `correction_level`
 
-A bound keeps the variance finite; a token that the engine thought much less likely than the trainer counts as much as
-the bound says. The factor carries no gradient.
+The bound keeps the variance finite: it is the weight of a token that the engine finds much less likely than the
+trainer. The factor carries no gradient.
 
 Source: Ionides, Truncated Importance Sampling (2008); for engines, Yao et al., Your Efficient RL Framework Secretly
 Brings You Off-Policy RL Training (2025), whose bound is 2.

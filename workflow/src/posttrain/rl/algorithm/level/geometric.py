@@ -1,4 +1,4 @@
-"""A sequence has one ratio, the geometric mean of its tokens' ratios, so that its length does not decide its size.
+"""One ratio per sequence: the geometric mean of its tokens' ratios, so that it does not scale with length.
 
     s_i = (pi(y_i) / pi_old(y_i)) ^ (1 / |y_i|)
 

@@ -1,7 +1,7 @@
-"""A sequence has one ratio, the product of its tokens' ratios: that of the probabilities of the whole response.
+"""One ratio per sequence: the product of its tokens' ratios, which is that of the whole response's probabilities.
 
-Source: RLOO (arXiv 2402.14740), section 3.2, where a response is one action; for the correction of the engine, see
-`correction/mask.py`.
+Source: RLOO (arXiv 2402.14740), section 3.2, where a response is one action; for the engine correction, see
+    `correction/mask.py`.
 """
 
 from __future__ import annotations
