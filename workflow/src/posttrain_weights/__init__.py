@@ -4,11 +4,11 @@ The trainer plans which rank sends which slice (`transfer_plan`), and sends (`se
 model stores each tensor (`load_tracer`), and receives (`receiver`). `channel` and `transport` carry the bytes, `delta`
 shortens them, `digest` proves that both sides hold the same. `sglang_hooks` is SGLang's entry point.
 
-The package needs torch alone, on GPUs Triton as well, and imports nothing of ours: it also runs inside the engines'
-environment. What stands here needs not even torch, because plans compute memory with it.
+The package needs only torch (and Triton on GPUs) and imports nothing else of ours, because it also runs in the engines'
+environment. This module needs not even torch, because memory plans use it.
 """
 
-# Times a sender's bytes of a round that a receiver may get, since several may send to it at the same time.
+# A receiver's bytes per round as a multiple of a sender's, since several may send to it at the same time.
 RECEIVED_ROUNDS = 2
-# Elements of a part that are compared with the last update together: their places are 64-bit numbers.
+# Elements compared with the last update at a time, because their indices take 64 bits each.
 COMPARED_AT_ONCE = 1 << 22

@@ -16,17 +16,17 @@ class Box(NamedTuple):
     columns: int
 
     def meets(self, other: Box) -> Box | None:
-        """Return what both have; None where they have nothing."""
+        """Return the intersection; None if it is empty."""
         row, column = max(self.row, other.row), max(self.column, other.column)
         rows = min(self.row + self.rows, other.row + other.rows) - row
         columns = min(self.column + self.columns, other.column + other.columns) - column
         return Box(row, column, rows, columns) if rows > 0 and columns > 0 else None
 
     def within(self, other: Box) -> Box:
-        """Return the same as rows and columns of another box around it."""
+        """Return this box relative to an enclosing box."""
         return Box(self.row - other.row, self.column - other.column, self.rows, self.columns)
 
 
 def whole_box(shape: Sequence[int]) -> Box:
-    """Return all of a tensor as rows and columns."""
+    """Return the box of a whole tensor."""
     return Box(0, 0, math.prod(shape[:-1]), shape[-1] if shape else 1)

@@ -1,8 +1,7 @@
-"""The group that trainer and engine ranks make up for weights.
+"""The process group of trainer and engine ranks for weight transfers.
 
-Over gloo all of them talk to each other, and send what has no better way (`places`). Over NCCL messages go from GPU to
-GPU, all of a round at once: who sends and who receives begin their rounds in the same order, so that nobody waits for
-one that waits for it.
+All ranks use gloo for control messages, and for data without a faster transport (`transport`). NCCL sends messages from
+GPU to GPU, all of a round at once. Senders and receivers begin rounds in the same order, which prevents deadlocks.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch.distributed as dist
 
 from posttrain_weights.transport import Place, Transports, exchange_places
 
-# Tags that no round has: of tables, of what is told before a round comes, of notices, and of words that answer them.
+# Tags not used by rounds: for tables, delta headers, notices, and acknowledgements.
 TABLES, TELLING, NOTICES, READ, CLOSED, CLOSING = 1 << 20, 1 << 19, 1 << 18, 1 << 17, 1 << 16, 1 << 21
 SHORTEST = timedelta(milliseconds=1)
 ROUNDS_AT_ONCE = 2
@@ -28,13 +27,13 @@ class Channel:
     """A process group of trainer and engine ranks.
 
     Args:
-        store: Where they meet.
-        rank: Of this member; trainers come first.
-        size: All members.
-        seconds: Within which whatever others do has to be done.
-        relays: So many members pass on what comes for another, see `Transports`.
-        device: On which this member has its weights.
-        place: Where that is; by default what `Place.of` finds.
+        store: The rendezvous store.
+        rank: Rank of this member; trainers come first.
+        size: Number of members.
+        seconds: Timeout of every operation.
+        relays: Number of members that may relay messages for others, see `Transports`.
+        device: Device of this member's weights.
+        place: Its place; by default that of `Place.of`.
     """
 
     def __init__(
@@ -59,24 +58,24 @@ class Channel:
             self._among_devices = _group_of(meeting, self._members.index(rank), len(self._members), limit, device)
 
     def send(self, message: torch.Tensor, to: int, tag: int) -> Any:
-        """Begin to send something that lies on the host; returns what says when it has left."""
+        """Start sending a host tensor; returns a handle to wait on."""
         return self._group.send([message], to, tag)
 
     def receive(self, place: torch.Tensor, by: int, tag: int) -> Any:
-        """Begin to receive something on the host; returns what says when it has come."""
+        """Start receiving into a host tensor; returns a handle to wait on."""
         return self._group.recv([place], by, tag)
 
     def among_devices(
         self, sent: Sequence[tuple[int, torch.Tensor]], received: Sequence[tuple[int, torch.Tensor]]
     ) -> list[Any]:
-        """Begin to pass messages from GPU to GPU, all at once.
+        """Start sending and receiving messages between GPUs, all at once.
 
         Args:
-            sent: To which member, and what; to each in the order in which it receives.
-            received: From which member, and where it goes.
+            sent: (member, message), for each member in its receiving order.
+            received: (member, destination tensor).
 
         Returns:
-            What says when all is done.
+            A handle to wait on.
         """
         if not sent and not received:
             return []
@@ -89,10 +88,10 @@ class Channel:
         return [group._end_coalescing()] if is_together else works
 
     def buffer(self, size: int, device: torch.device, use: str, number: int, member: int) -> torch.Tensor:
-        """Return memory for a message, [size] uint8; on the host in the place of the last but one round's.
+        """Return a message buffer, [size] uint8; on the host it reuses that of the round before the last.
 
-        New memory of the host would be faulted in page by page, which takes longer than to send it. A GPU's allocator
-        has what it has freed, and others have use for it between two transfers.
+        New host memory would be faulted in page by page, which takes longer than sending. On a GPU the caching
+        allocator reuses freed memory, and others can use it between two transfers.
         """
         if device != CPU:
             return torch.empty(size, dtype=torch.uint8, device=device)
@@ -106,7 +105,7 @@ class Channel:
         self.send(torch.zeros(1, dtype=torch.uint8), member, tag).wait()
 
     def hear(self, member: int, tag: int) -> None:
-        """Wait for a word of a member."""
+        """Wait for a signal from a member."""
         self.receive(torch.empty(1, dtype=torch.uint8), member, tag).wait()
 
     def send_table(self, table: torch.Tensor, to: int) -> None:
@@ -124,9 +123,9 @@ class Channel:
         return place
 
     def close(self) -> None:
-        """Abort the group: every member that waits for this one, directly or not, ends at once.
+        """Abort the group: all waits of members for this one, direct or indirect, end at once.
 
-        A wait that ends without an answer has gloo close the connections to all members; its own `abort` closes none.
+        A wait that times out makes gloo close the connections to all members; its own `abort` closes none.
         """
         if self._among_devices and self.device.type == "cuda":
             self._among_devices.abort()
@@ -136,13 +135,13 @@ class Channel:
                     self.receive(torch.empty(1, dtype=torch.uint8), member, CLOSING).wait(SHORTEST)
 
     def synchronize(self) -> None:
-        """Wait until the GPU has done what it was given; not for rounds that are on their way over NCCL."""
+        """Wait for the GPU's queued work, except NCCL rounds in flight."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
 
 def _group_of(store: dist.Store, rank: int, size: int, limit: timedelta, device: torch.device) -> Any:
-    """Return the group of members on different GPUs; all of them are connected then."""
+    """Return the NCCL group of members on different GPUs, with all connections established."""
     if device.type != "cuda":
         return dist.ProcessGroupGloo(store, rank, size, limit)
     options = dist.ProcessGroupNCCL.Options()

@@ -1,7 +1,7 @@
-"""What of a part has changed since its receiver got it last: where, and to what.
+"""Encodes the changes of a slice since its last transfer: positions and new values.
 
-Where: the elements in between, one byte each; `SKIP` says that as many are in between and the change is still to come.
-Of elements of one byte, of which one in fifty changes, that takes two bytes a change, 4 % of the part.
+Positions are gaps between changes, one byte each; `SKIP` is a maximal gap without a change at its end. For one-byte
+elements of which one in fifty changes, this takes two bytes per change, 4 % of the slice.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 class DeltaHeader(NamedTuple):
-    """The header that announces a part to its receiver.
+    """The header that announces a slice transfer to its receiver.
 
     Args:
-        values: Changed elements; `WHOLE`: all of it comes as it is.
-        gaps: Bytes that say where.
+        values: Number of changed elements; `WHOLE`: the whole slice follows.
+        gaps: Bytes of the encoded positions.
     """
 
     values: int
@@ -35,14 +35,14 @@ HEADER_BYTES = 16
 
 
 def changes(new: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return where a part has other bits than before, and which.
+    """Return the positions and values of elements whose bits have changed.
 
     Args:
         new: [rows, columns].
-        old: The same shape and type.
+        old: Same shape and dtype.
 
     Returns:
-        Gaps, [1, bytes] uint8, and values, [1, changed], of the part's type; None where both take more than the part.
+        Gaps, [1, bytes] uint8, and values, [1, changed], in the slice's dtype; None if both are larger than the slice.
     """
     size = new.element_size()
     here, there = (part.reshape(-1).view(INTEGERS[size]) for part in (new, old))
@@ -66,7 +66,7 @@ def _none(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _gaps(places: torch.Tensor) -> torch.Tensor:
-    """Return gaps of rising places, counted from the last change before them."""
+    """Return the gaps between ascending positions, counted from the last change before them."""
     between = places.diff(prepend=places.new_zeros(1)) - 1
     ends = (between // SKIP + 1).cumsum(0) - 1
     gaps = torch.full((int(ends[-1]) + 1,), SKIP, dtype=torch.uint8, device=places.device)
@@ -75,7 +75,7 @@ def _gaps(places: torch.Tensor) -> torch.Tensor:
 
 
 def change(part: torch.Tensor, gaps: torch.Tensor, values: torch.Tensor) -> bool:
-    """Change a part in its place; what does not fit into it is left out.
+    """Apply changes to a slice in place, ignoring positions outside of it.
 
     Args:
         part: [rows, columns].
@@ -83,7 +83,7 @@ def change(part: torch.Tensor, gaps: torch.Tensor, values: torch.Tensor) -> bool
         values: [1, changed].
 
     Returns:
-        Whether all of it fits.
+        Whether all positions were inside.
     """
     columns, bits = part.shape[1], INTEGERS[part.element_size()]
     table, new, last, done = part.view(bits), values[0].view(bits), -1, 0
@@ -100,10 +100,10 @@ def change(part: torch.Tensor, gaps: torch.Tensor, values: torch.Tensor) -> bool
 
 
 def pieces_of(part: torch.Tensor, told: DeltaHeader) -> Sequence[torch.Tensor]:
-    """Return what comes of a part in a message: tensors without memory that have its types and shapes.
+    """Return a slice's tensors in a message as meta tensors with their dtypes and shapes.
 
     Raises:
-        ValueError: A part of this size does not come so.
+        ValueError: The header does not fit a slice of this size.
     """
     if told == WHOLE_PART:
         return [part]

@@ -4,13 +4,13 @@ The digest of a Hub tensor is a sum over its bytes x (signed) and C columns, of 
 
     sum over row r, byte b of the row, column c    x[r, b] * K[b, c] * M[c] * R[r]    modulo 2^64, twice
 
-with K in -64..63 and M, R 64-bit numbers, odd, all drawn from the job's secret and the version of the weights. It is
-linear in the bytes, so parts are added up wherever they lie, and a byte that moves or changes meets other factors: two
-different tensors have the same digest with a probability below 2^-60. A key serves one version: who has seen digests of
-one knows nothing of the next.
+with K in -64..63 and M, R odd 64-bit numbers, all derived from the job's secret and the weight version. It is linear in
+the bytes, so digests of parts can be summed in any layout, and a byte that moves or changes meets other factors: two
+different tensors have the same digest with a probability below 2^-60. A key serves one version, so digests of one
+version reveal nothing about the next.
 
-The products with K are those of a matrix of 8-bit integers, which tensor cores and CPUs have instructions for, and each
-weight is read once. K has 7 bits because two products then fit into 16, in which some CPUs add them up.
+The products with K are an 8-bit integer matrix product, for which tensor cores and CPUs have instructions, and each
+weight is read once. K has 7 bits because two products then fit into 16 bits, in which some CPUs accumulate.
 
 Source: Carter and Wegman, Universal Classes of Hash Functions (1979), multilinear hashing; Freivalds, Probabilistic
 Machines Can Use Less Running Time (1977), for the product with a random matrix.
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
     from posttrain_weights.digest_triton import Factors
 
 NUM_COLUMNS, NUM_LANES = 16, 2
-# Sums of products stay within 32 bits: 128 * 64 for each byte of a row.
+# Sums of products must fit into 32 bits: 128 * 64 for each byte of a row.
 MOST_ROW_BYTES = 1 << 17
-# A CPU digests parts of one shape together, as many as its cache holds: memory beyond that comes anew from the system
-# with every batch, page by page. A GPU digests whatever it is given with one kernel.
+# A CPU digests parts of the same shape in batches that fit its cache; larger batches would fault in new memory page by
+# page. A GPU digests all parts with one kernel.
 CPU_BATCH_BYTES = 1 << 20
-# Of what lies otherwise than a GPU's kernel reads it, so much is copied at a time.
+# Bytes copied at a time for parts whose memory layout the GPU kernel cannot read.
 COPIED_BYTES = 1 << 26
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class WrongKernelError(RuntimeError):
-    """The kernel of a GPU computes something else than torch does."""
+    """A GPU kernel's result differs from torch's."""
 
 
 def key_of(secret: str, version: str) -> bytes:
@@ -51,13 +51,13 @@ def key_of(secret: str, version: str) -> bytes:
 
 
 class Digester:
-    """Digests tensors and parts of them under one key.
+    """Digests tensors, or parts of them, under one key.
 
     Args:
         key: See `key_of`.
-        num_rows: The most rows of a tensor.
-        row_bytes: The most bytes of a row.
-        device: Where the tensors are.
+        num_rows: Maximum rows of a tensor.
+        row_bytes: Maximum bytes of a row.
+        device: Device of the tensors.
     """
 
     def __init__(self, key: bytes, num_rows: int, row_bytes: int, device: torch.device | str = "cpu"):
@@ -71,7 +71,7 @@ class Digester:
         Args:
             key: See `key_of`.
             parts: Matrices or rows, on one device.
-            corners: Where in its tensor each begins.
+            corners: Offset of each in its tensor.
 
         Raises:
             WrongKernelError: See `parts`.
@@ -87,7 +87,7 @@ class Digester:
         """Return what each part adds to its tensor's digest, [parts, 2] int64; see `part`.
 
         Raises:
-            WrongKernelError: This GPU has another digest than the CPU of what both know.
+            WrongKernelError: This GPU's digest of test data differs from the CPU's.
         """
         if self._device.type != "cpu":
             _require_agreement(self._device)
@@ -106,17 +106,17 @@ class Digester:
         return found
 
     def part(self, values: torch.Tensor, corner: tuple[int, ...] = (0, 0)) -> torch.Tensor:
-        """Return what a part adds to its tensor's digest, [2] int64; sums wrap around.
+        """Return a part's contribution to its tensor's digest, [2] int64; sums wrap around.
 
         Args:
-            values: [n, k] or [k], which is one row; of any type.
-            corner: Where in the tensor it begins.
+            values: [n, k], or [k] for one row, of any dtype.
+            corner: Its offset in the tensor.
         """
         row, column = (0, *corner)[-2:]
         return self.parts([values], [(row, column)])[0]
 
     def _alike(self, parts: Sequence[torch.Tensor], corner: tuple[int, int]) -> torch.Tensor:
-        """Return the digests, [parts, 2] int64, of parts of one shape and type that begin at one place."""
+        """Return the digests, [parts, 2] int64, of parts with equal shape, dtype and offset."""
         row, column = corner
         tables = [part.reshape(-1, part.shape[-1]).view(INTEGERS[part.element_size()]) for part in parts]
         table = torch.cat(tables) if len(tables) > 1 else tables[0].contiguous()
@@ -126,7 +126,7 @@ class Digester:
         return (torch.stack(lanes, -1) * self._rows[row : row + num_rows]).sum(1)
 
     def _fused(self, parts: Sequence[torch.Tensor], corners: Sequence[tuple[int, int]]) -> torch.Tensor:
-        from posttrain_weights.digest_triton import digests_of  # needs Triton, which a CPU may be without
+        from posttrain_weights.digest_triton import digests_of  # needs Triton, which CPU installations may lack
 
         sizes, found = [part.element_size() for part in parts], []
         places = [(row, column * size) for (row, column), size in zip(corners, sizes, strict=True)]
@@ -136,7 +136,7 @@ class Digester:
 
     @cached_property
     def factors(self) -> Factors:
-        """The key's factors as a GPU's kernel reads them."""
+        """The key's factors in the GPU kernel's layout."""
         from posttrain_weights.digest_triton import factors_of
 
         return factors_of(self._columns, self._mixed, self._rows, self._device)
@@ -163,7 +163,7 @@ class Digester:
 
 @cache
 def _require_agreement(device: torch.device) -> None:
-    """Compare a GPU's kernel with torch on a CPU, of parts that memory's words fit and of such that they do not."""
+    """Compare the GPU kernel with torch on a CPU, for word-aligned and unaligned parts."""
     draws = Digester(bytes(32), 300, 400)
     whole = draws._drawn("values", 300 * 400).view(300, 400)
     corners = [(0, 0), (7, 3)]
@@ -179,7 +179,7 @@ def _require_agreement(device: torch.device) -> None:
 
 
 def _batches(parts: Sequence[torch.Tensor]) -> Iterator[slice]:
-    """Yield which parts are digested together: as many as there are, unless they have to be copied."""
+    """Yield batches of parts to digest together: all at once, unless they must be copied."""
     begin = copied = 0
     for number, part in enumerate(parts, start=1):
         copied += part.nbytes if _has_gaps(part) else 0
@@ -189,7 +189,7 @@ def _batches(parts: Sequence[torch.Tensor]) -> Iterator[slice]:
 
 
 def octets_of(part: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a matrix or a row, [rows, bytes of a row] int8; where elements of a row have gaps, a copy."""
+    """Return the bytes of a matrix or row, [rows, bytes of a row] int8; copies if a row is not contiguous."""
     table = part.detach().clone(memory_format=torch.contiguous_format) if _has_gaps(part) else part.detach()
     return (table if table.dim() == 2 else table[None]).view(torch.int8)
 
@@ -199,7 +199,7 @@ def _has_gaps(part: torch.Tensor) -> bool:
 
 
 def together(digests: torch.Tensor, key: bytes) -> torch.Tensor:
-    """Return one digest, [2] int64, of many, [n, 2], that says also which of them is which."""
+    """Return one digest, [2] int64, of many, [n, 2], that depends on their order."""
     return (digests * Digester(key, 0, 0)._odd("parts", len(digests))).sum(0)
 
 

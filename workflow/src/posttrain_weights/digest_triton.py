@@ -1,8 +1,8 @@
-"""Digests of many parts in one kernel, for GPUs: what `digests` computes with torch, bit by bit.
+"""Digests many parts in one GPU kernel, bitwise equal to torch's result in `digest`.
 
-Each program has some rows of a part: a product of 8-bit integers with the key's columns, added up in 32 bits along the
-row, then the two sums in 64 bits, whose order does not matter. So every byte is read once, from where it lies, and tens
-of thousands of parts cost a launch.
+Each program handles some rows of a part: an 8-bit integer product with the key's columns, accumulated in 32 bits along
+the row, then two order-independent sums in 64 bits. So every byte is read once, without a copy, and tens of thousands
+of parts need a single launch.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
-# Rows and bytes of a row that a program takes at a time: four such pieces of three programs fit a multiprocessor.
+# Tile of a program in rows and bytes: four tiles of three programs fit a multiprocessor.
 ROWS = 128
 OPTIONS = {"ROWS": ROWS, "OCTETS": 128, "COLUMNS": 16, "num_warps": 4, "num_stages": 4}
-# What memory is read in.
+# Word size of memory reads.
 ALIGNMENT = 16
 
 
@@ -25,7 +25,7 @@ class Factors(NamedTuple):
     """The key's factors, on the device of the parts.
 
     Args:
-        columns: [16, bytes of a row], int8, whose rows begin at a multiple of 16 bytes.
+        columns: [16, bytes of a row], int8, with rows aligned to 16 bytes.
         mixed: [16, 2], int64.
         rows: [rows, 2], int64.
     """
@@ -37,8 +37,8 @@ class Factors(NamedTuple):
 
 @triton.jit
 def digest_rows(  # type: ignore[no-untyped-def]
-    tiles,  # [programs, 2] int32: part, and its row where the program begins
-    parts,  # [parts, 6] int64: address, bytes from row to row, rows, bytes of a row, and where in its tensor it begins
+    tiles,  # [programs, 2] int32: part, and the program's first row in it
+    parts,  # [parts, 6] int64: address, row stride in bytes, rows, bytes of a row, and offset in its tensor
     columns,
     width,  # of `columns`
     mixed,
@@ -49,7 +49,7 @@ def digest_rows(  # type: ignore[no-untyped-def]
     COLUMNS: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
 ):
-    """Add what some rows of a part have to its digest."""
+    """Add the contribution of some rows of a part to its digest."""
     tile = tl.program_id(0)
     number, begin = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
     about = parts + 6 * number.to(tl.int64)
@@ -77,7 +77,7 @@ def digest_rows(  # type: ignore[no-untyped-def]
 
 
 def factors_of(columns: torch.Tensor, mixed: torch.Tensor, rows: torch.Tensor, device: torch.device) -> Factors:
-    """Return the key's factors as the kernel reads them; `columns` is [bytes of a row, 16] here."""
+    """Return the key's factors in the kernel's layout; `columns` is [bytes of a row, 16] here."""
     width = -(-len(columns) // ALIGNMENT) * ALIGNMENT
     turned = columns.new_zeros(columns.shape[1], width)
     turned[:, : len(columns)] = columns.t()
@@ -88,9 +88,9 @@ def digests_of(parts: list[torch.Tensor], corners: list[tuple[int, int]], factor
     """Return the digest of each part, [parts, 2] int64.
 
     Args:
-        parts: [rows, bytes of a row] int8 each, whose rows have no gaps.
-        corners: Row and byte of its tensor where each begins.
-        factors: Of the key.
+        parts: [rows, bytes of a row] int8 each, with contiguous rows.
+        corners: Offset (row, byte) of each in its tensor.
+        factors: The key's factors.
     """
     device = factors.rows.device
     found = torch.zeros(len(parts), 2, dtype=torch.int64, device=device)
@@ -123,7 +123,7 @@ def described(parts: list[torch.Tensor], corners: list[tuple[int, int]]) -> np.n
 
 
 def tiles_of(table: np.ndarray, is_aligned: bool) -> np.ndarray:
-    """Return part and first row of each program, [programs, 2] int32, for parts that memory's words fit, or do not."""
+    """Return part and first row of each program, [programs, 2] int32, for word-aligned or for unaligned parts."""
     address, stride, num_rows, num_octets, _, octet = table.T
     (chosen,) = np.nonzero((((address | stride | num_octets | octet) % ALIGNMENT) == 0) == is_aligned)
     counts = -(-num_rows[chosen] // ROWS)

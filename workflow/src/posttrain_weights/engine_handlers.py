@@ -1,4 +1,4 @@
-"""What one rank of SGLang holds: which parts of which tensors, and their digests."""
+"""Handlers in an SGLang rank that report the slices it holds and their digests."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from posttrain_weights.transport import rendezvous
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
 
-# What MLA's attention keeps of kv_b_proj in the order that it multiplies in.
+# Tensors that MLA's attention derives from kv_b_proj.
 DERIVED = ("w_kc", "w_vc", "w_scale", "w_scale_k", "w_scale_v")
 
 
 class RearrangedError(RuntimeError):
-    """A parameter is no longer what the model's own loading fills."""
+    """A parameter no longer has the layout that the model's loader fills."""
 
 
 class StaleError(RuntimeError):
@@ -35,26 +35,26 @@ class StaleError(RuntimeError):
 
 @dataclass(frozen=True)
 class _Found:
-    """Where a model keeps what is sent.
+    """Where a model stores the sent tensors.
 
     Args:
-        kept: All parts.
-        layouts: Of the parameters, when that was found out.
+        kept: All slices.
+        layouts: Layouts of the parameters when they were traced.
     """
 
     kept: list[Kept]
     layouts: dict[str, Layout]
 
 
-# A process has one model that is trained; a draft's has another number.
+# A process has one trained model; a draft model has another id.
 _FOUND: dict[int, _Found] = {}
 _RECEIVERS: dict[int, Receiver] = {}
 
 
 def answer(handle: Callable[..., Any], checker: Any, action: str, *args: Any, **kwargs: Any) -> Any:
-    """Answer an order of ours; SGLang's own actions go on to SGLang.
+    """Handle one of our commands; pass SGLang's own actions on to SGLang.
 
-    What fails is an answer too: SGLang gathers the answers of all ranks, and waits for one that never comes.
+    A failure must also return an answer, because SGLang gathers the answers of all ranks and would wait forever.
     """
     if not action.startswith("{"):
         return handle(checker, action, *args, **kwargs)
@@ -70,15 +70,15 @@ def answer(handle: Callable[..., Any], checker: Any, action: str, *args: Any, **
 
 
 def parts(model: Any, tensors: Sequence[tuple[str, list[int], str]]) -> str:
-    """Find where the model stores each sent tensor, and return it.
+    """Trace and return where the model stores each sent tensor.
 
     Args:
-        model: Of this rank.
-        tensors: (name, shape, type as safetensors spell it) of everything that an update sends.
+        model: This rank's model.
+        tensors: (name, shape, safetensors dtype) of everything that an update sends.
 
     Returns:
-        Packed: "parts": [index in `tensors`, row, column, rows, columns, type as torch spells it] each; "derived":
-        names of tensors of which a parameter is no copy.
+        Packed: "parts": [index in `tensors`, row, column, rows, columns, torch dtype] each; "derived": names of
+            tensors that a parameter is computed from but does not copy.
     """
     parameters = dict(model.named_parameters())
     record = LoadWeightsTracer(parameters)
@@ -95,18 +95,18 @@ def digest(model: torch.nn.Module, key: str) -> str:
 
     Raises:
         RearrangedError: See `_views`.
-        StaleError: What is derived from the parts is not what follows from them; names it.
+        StaleError: A derived value does not match the weights; names it.
     """
     _check_derived(model)
     return as_text(together(_digests(model, key), bytes.fromhex(key)))
 
 
 def digests(model: torch.nn.Module, key: str) -> str:
-    """Return the digests of all parts, in their order.
+    """Return the digests of all slices, in order.
 
     Args:
         model: Of this rank.
-        key: Hexadecimal; of `Digester`.
+        key: Key of `Digester`, hexadecimal.
 
     Returns:
         Packed: 32 hexadecimal digits each.
@@ -115,7 +115,7 @@ def digests(model: torch.nn.Module, key: str) -> str:
 
 
 def join(model: torch.nn.Module, place: Any, rank: int, size: int, senders: int, seconds: float, changes: bool) -> str:
-    """Meet the trainer and hear what comes in a transfer; see `Channel` and `Receiver`."""
+    """Join the trainer's group and receive the transfer plan; see `Channel` and `Receiver`."""
     device, relays = next(model.parameters()).device, 0 if changes else senders
     channel = Channel(rendezvous(place, size, seconds), rank, size, seconds, relays, device)
     _RECEIVERS[id(model)] = Receiver(channel, range(senders), changes)
@@ -123,7 +123,7 @@ def join(model: torch.nn.Module, place: Any, rank: int, size: int, senders: int,
 
 
 def receive(model: Any) -> str:
-    """Fill the parts with what the trainer sends, and return how many bytes that were."""
+    """Receive one transfer into the slices, and return its bytes."""
     num_bytes = _RECEIVERS[id(model)].receive(_views(model))
     if hasattr(model, "post_load_weights"):
         model.post_load_weights()
@@ -131,15 +131,15 @@ def receive(model: Any) -> str:
 
 
 def pack(content: Any) -> str:
-    """Return content as little text; `unpacked` reads it."""
+    """Return content as compressed text; `unpacked` reads it."""
     return base64.b64encode(zlib.compress(json.dumps(content).encode(), 1)).decode()
 
 
 def unpacked(text: str) -> Any:
-    """Return what was packed.
+    """Return the packed content.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: The text is not packed content.
     """
     try:
         return json.loads(zlib.decompress(base64.b64decode(text, validate=True)))
@@ -148,7 +148,7 @@ def unpacked(text: str) -> Any:
 
 
 def type_of(tensor: torch.Tensor) -> str:
-    """Return how torch spells a tensor's type."""
+    """Return the torch name of a tensor's dtype."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
@@ -163,7 +163,7 @@ def _views(model: torch.nn.Module) -> list[torch.Tensor]:
     """Return the parts as the model has them now.
 
     Raises:
-        RearrangedError: A parameter has another size or order than when its parts were found.
+        RearrangedError: A parameter's size or strides differ from when it was traced.
     """
     parameters, found = dict(model.named_parameters()), _FOUND[id(model)]
     if changed := [name for name, layout in found.layouts.items() if _layout(parameters[name]) != layout]:
@@ -173,7 +173,7 @@ def _views(model: torch.nn.Module) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def _check_derived(model: Any) -> None:
-    """Have SGLang derive everything again, layer by layer, and compare bits."""
+    """Have SGLang recompute all derived values, layer by layer, and compare bits."""
     stale = []
     for name, module in model.named_modules():
         before = {

@@ -1,8 +1,7 @@
-"""What becomes of tensors that are sent to a model: where it keeps them.
+"""Traces where a model stores the tensors that are loaded into it.
 
-A model's own `load_weights` is called with tensors that have a shape and no memory, and every operation on them is
-followed until their numbers would be written. What a parameter is made of, which rows and columns of which tensor, is
-then known without one number having been read.
+It calls the model's own `load_weights` with tensors without memory, and follows every operation on them up to the
+write. This shows which rows and columns of which tensors each parameter consists of, without reading any values.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ SCALES = (".weight_scale_inv", ".weight_scale")
 
 @dataclass(frozen=True)
 class Kept:
-    """A part of a tensor that is sent, and where a model keeps it.
+    """A box of a sent tensor, and where the model stores it.
 
     Args:
-        name: Of the tensor; of its codes, where the parameter has the numbers that codes and scales stand for.
-        box: Which part of it.
+        name: Name of the tensor; of the codes if the parameter holds dequantized values.
+        box: The box.
         parameter: Name of the parameter.
-        offset: Of the first element in the parameter's memory.
-        strides: From row to row and from column to column.
+        offset: Offset of the first element in the parameter's storage.
+        strides: Row and column stride.
     """
 
     name: str
@@ -42,7 +41,7 @@ class Kept:
     strides: tuple[int, int]
 
     def view(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the part as the parameter has it, [rows, columns]: writing to it changes the model."""
+        """Return a view of the box in the parameter, [rows, columns]; writing to it changes the model."""
         return torch.as_strided(parameter.detach(), (self.box.rows, self.box.columns), self.strides, self.offset)
 
 
@@ -50,11 +49,11 @@ _Piece = tuple[Box, str, Box]
 
 
 class _Sheet(NamedTuple):
-    """Memory of something that was sent, or copied together from it: a matrix of so many columns.
+    """Traced memory of a sent tensor, or of a concatenation of sent tensors, as a matrix.
 
     Args:
-        columns: From one row to the next.
-        pieces: (where in this sheet, name of the tensor that is there, where in that tensor).
+        columns: Row stride.
+        pieces: (box in this sheet, tensor name, box in that tensor).
     """
 
     columns: int
@@ -64,7 +63,7 @@ class _Sheet(NamedTuple):
 class LoadWeightsTracer(TorchDispatchMode):
     """Traces sent tensors into the parameters, through every operation of the loader.
 
-    Nothing that was sent is written: parameters keep what they have.
+    Nothing is written: parameters keep their values.
 
     Args:
         parameters: Name -> parameter.
@@ -76,19 +75,19 @@ class LoadWeightsTracer(TorchDispatchMode):
         self._sources: dict[int, set[str]] = {}
         self._sheets: dict[int, _Sheet] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
-        # A tensor that ends gives its number to another.
+        # Keep tensors alive, because a new tensor may reuse a freed tensor's id.
         self._alive: list[torch.Tensor] = []
         self.read: set[str] = set()
         self.filled: set[str] = set()
-        # Parameter -> which part of it -> times it was written, and by what.
+        # Parameter -> box -> number of writes, and their source.
         self.parts: dict[str, dict[tuple[Any, ...], list[set[str]]]] = {}
         self.odd: list[str] = []
         self.kept: list[Kept] = []
-        # Parameter -> tensors that it is computed from, and no copy of.
+        # Parameter -> tensors that it is computed from but does not copy.
         self.derived: dict[str, set[str]] = {}
 
     def sent(self, name: str, shape: Sequence[int], dtype: str) -> torch.Tensor:
-        """Return a tensor that is sent: [shape] without memory."""
+        """Return a traced tensor, [shape] without memory."""
         tensor = torch.empty(tuple(shape), dtype=DTYPES[dtype], device="meta")
         whole = whole_box(shape)
         self._shapes[name] = tuple(shape)
@@ -108,7 +107,7 @@ class LoadWeightsTracer(TorchDispatchMode):
             return tensors[0]
         if target and kind in ("aten::fill_", "aten::zero_"):
             self.filled.add(target)
-        if kind == "aten::_to_copy" and sources:  # what has no memory has no device either
+        if kind == "aten::_to_copy" and sources:  # a tensor without memory has no device either
             kwargs = {name: value for name, value in (kwargs or {}).items() if name == "dtype"}
         made = func(*args, **(kwargs or {}))
         if sources and target is None:
@@ -118,7 +117,7 @@ class LoadWeightsTracer(TorchDispatchMode):
         return made
 
     def _follow(self, kind: str, made: torch.Tensor, args: tuple[Any, ...], sources: set[str]) -> None:
-        """Note what something is made of."""
+        """Record the sources of an operation's result."""
         memory = _memory(made)
         if memory not in self._sheets and made.is_contiguous():
             inputs, axis = (args[0], args[1] if len(args) > 1 else 0) if kind == "aten::cat" else ([args[0]], 0)
@@ -129,7 +128,7 @@ class LoadWeightsTracer(TorchDispatchMode):
         self._alive.append(made)
 
     def _numbers(self, made: torch.Tensor, sources: set[str]) -> list[_Piece]:
-        """Return codes' own place where something of their shape is made of them and their scales: their numbers."""
+        """Return the codes' place if a result of their shape is computed from codes and scales (dequantization)."""
         codes = {name for name in sources if not name.endswith(SCALES)}
         (name,) = codes if len(codes) == 1 else ("",)
         whole = whole_box(made.shape)
@@ -137,7 +136,7 @@ class LoadWeightsTracer(TorchDispatchMode):
         return [(whole, name, whole)] if name and is_scaled and tuple(made.shape) == self._shapes[name] else []
 
     def _joined(self, inputs: Sequence[torch.Tensor], axis: int, dim: int) -> list[_Piece]:
-        """Return what a sheet has that is copied together from others, one after the other; nothing if unknown."""
+        """Return the pieces of a concatenation; empty if unknown."""
         pieces: list[_Piece] = []
         row, column = 0, 0
         is_by_row = dim > 1 and axis % dim == 0
@@ -150,7 +149,7 @@ class LoadWeightsTracer(TorchDispatchMode):
         return pieces
 
     def _pieces_of(self, tensor: torch.Tensor) -> list[_Piece] | None:
-        """Return what a view of a sheet shows: where in the view, of which tensor, where in that; None if unknown."""
+        """Return a view's pieces: (box in the view, tensor name, box in that tensor); None if unknown."""
         sheet = self._sheets.get(_memory(tensor))
         if sheet is None or (layout := _rows_and_columns(tensor)) is None:
             return None
@@ -193,7 +192,7 @@ class LoadWeightsTracer(TorchDispatchMode):
 
 
 def _rows_and_columns(tensor: torch.Tensor) -> tuple[int, int, tuple[int, int]] | None:
-    """Return rows, columns and their strides of a view; None where it takes more than two steps to walk through it."""
+    """Return rows, columns and their strides of a view; None if it needs more than two strides."""
     columns = tensor.shape[-1] if tensor.dim() else 1
     last = tensor.stride(-1) if tensor.dim() else 1
     axes = [(n, s) for n, s in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if n > 1] or [(1, columns)]

@@ -9,17 +9,17 @@ import torch
 
 from posttrain_weights.box import Box
 
-# Of each piece of a message: all element sizes divide it.
+# Alignment of pieces in bytes, a multiple of all element sizes.
 ALIGNMENT_BYTES = 16
 
 
 class Piece(NamedTuple):
-    """Something that one member sends another.
+    """A piece of a message between two members.
 
     Args:
-        round: When.
-        part: Which of the receiver's parts it belongs to.
-        box: Which rows and columns of that part.
+        round: Round of the transfer.
+        part: Index of the receiver's slice.
+        box: Rows and columns within that slice.
     """
 
     round: int
@@ -28,28 +28,28 @@ class Piece(NamedTuple):
 
 
 def aligned(num_bytes: int) -> int:
-    """Return what bytes take with what follows them."""
+    """Return a size rounded up to the alignment."""
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def size_of(rows: int, columns: int, element_size: int) -> int:
-    """Return how many bytes a piece takes in a message."""
+    """Return a piece's bytes in a message."""
     return aligned(rows * columns * element_size)
 
 
 def size_of_all(pieces: Sequence[torch.Tensor]) -> int:
-    """Return how many bytes a message of pieces, [rows, columns] each, has."""
+    """Return the bytes of a message with these pieces, [rows, columns] each."""
     return sum(size_of(len(piece), piece.shape[1], piece.element_size()) for piece in pieces)
 
 
 def fill(message: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
-    """Write pieces into a message, [bytes] uint8; what is between them is not defined."""
+    """Write pieces into a message, [bytes] uint8; padding is undefined."""
     for place, piece in zip(split(message, pieces), pieces, strict=True):
         place.copy_(piece)
 
 
 def split(message: torch.Tensor, pieces: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield the place of each piece in a message, with its type and shape."""
+    """Yield a view of each piece in a message, with its dtype and shape."""
     begin = 0
     for piece in pieces:
         octets = message[begin : begin + piece.numel() * piece.element_size()]

@@ -1,7 +1,7 @@
-"""What an engine rank does in a transfer: it awaits the messages of each round, and writes them where they belong.
+"""The engine rank's side of a transfer: receives the messages of each round and writes them into the weights.
 
-What comes is decided once, by the trainer, and told once; from then on a transfer is rounds of flat messages, at most
-one from each sender in a round, so that nobody needs more memory than two rounds of it.
+The trainer plans the transfer and sends the plan once. Then a transfer consists of rounds of flat messages, at most one
+per sender and round, so that a rank needs memory for at most two rounds.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from posttrain_weights.transport import Transport
 
 @dataclass(frozen=True)
 class Receiving:
-    """A round on its way.
+    """A round that is being received.
 
     Args:
-        works: Of messages.
-        places: Source -> where its message goes.
-        notices: Neighbour -> (its notice, (source, bytes) of all that it is about, in its order).
+        works: Handles of pending messages.
+        places: Source -> buffer of its message.
+        notices: Neighbour -> (its notice, (source, bytes) of the announced messages, in order).
     """
 
     works: Sequence[Any]
@@ -37,7 +37,7 @@ class Receiving:
 
 
 class Inbox:
-    """Awaits the messages of rounds, whichever way each of them comes.
+    """Receives the messages of rounds over any transport.
 
     Args:
         channel: With the trainer.
@@ -48,7 +48,7 @@ class Inbox:
         self._mapped: dict[bytes, Mapped] = {}
 
     def begin(self, sizes: Mapping[int, int], number: int) -> Receiving:
-        """Begin to receive the messages of a round.
+        """Start receiving the messages of a round.
 
         Args:
             sizes: Source -> bytes of its message.
@@ -74,7 +74,7 @@ class Inbox:
         return Receiving(works, places, notices)
 
     def wait(self, coming: Receiving) -> dict[int, torch.Tensor]:
-        """Return source -> message, [bytes] uint8, when all have come."""
+        """Wait for all messages; returns source -> message, [bytes] uint8."""
         for work in coming.works:
             work.wait()
         messages = dict(coming.places)
@@ -87,26 +87,26 @@ class Inbox:
         return messages
 
     def done(self, coming: Receiving, number: int) -> None:
-        """Release the members whose memory was read."""
+        """Tell neighbours that their shared memory has been read."""
         if coming.notices:
             self._channel.synchronize()
         for neighbour in coming.notices:
             self._channel.say(neighbour, READ + number)
 
     def close(self) -> None:
-        """Let go of others' memory."""
+        """Unmap other processes' memory."""
         for mapped in self._mapped.values():
             mapped.close()
         self._mapped = {}
 
 
 class Receiver:
-    """Fills parts of an engine rank.
+    """Receives transfers into an engine rank's slices.
 
     Args:
         channel: With the trainer.
         senders: Members that may send.
-        changes: Each round is told of before it comes: of parts what has changed may come alone.
+        changes: Delta updates: each round is preceded by its `DeltaHeader`s.
     """
 
     def __init__(self, channel: Channel, senders: Sequence[int], changes: bool = False):
@@ -116,15 +116,16 @@ class Receiver:
         self._num_rounds = 1 + max((piece.round for pieces in self._pieces.values() for piece in pieces), default=-1)
 
     def receive(self, views: Sequence[torch.Tensor]) -> int:
-        """Fill parts with what the trainer sends, and return how many bytes that were.
+        """Receive one transfer into the slices, and return its bytes.
 
-        Who cannot leaves the group: others would wait for it.
+
+        A member that fails leaves the group, because others would wait for it.
 
         Args:
-            views: The parts, [rows, columns] each, in their order.
+            views: The slices, [rows, columns] each, in order.
 
         Raises:
-            ValueError: What came does not fit to the parts.
+            ValueError: A message does not fit the slices.
         """
         before = self._channel.num_received
         try:
@@ -139,7 +140,7 @@ class Receiver:
 
     @torch.no_grad()
     def _receive_rounds(self, views: Sequence[torch.Tensor]) -> bool:
-        """Fill parts round by round, and tell whether all that came fits to them."""
+        """Receive round by round; returns whether all messages fit."""
         fits = True
         places: list[dict[int, list[torch.Tensor]]] = [{} for _ in range(self._num_rounds)]
         for sender, pieces in self._pieces.items():
@@ -147,7 +148,7 @@ class Receiver:
                 places[piece.round].setdefault(sender, []).append(_cut(views[piece.part], piece.box))
         begun = [self._begin(places[0], 0)] if places else []
         for number, of_round in enumerate(places):
-            if number + 1 < len(places):  # comes while this one is written
+            if number + 1 < len(places):  # is received while this one is written
                 begun.append(self._begin(places[number + 1], number + 1))
             coming, told = begun.pop(0)
             for sender, message in self.inbox.wait(coming).items():
@@ -158,7 +159,7 @@ class Receiver:
         return fits
 
     def _finish(self) -> None:
-        """Let neighbours have their memory back; on a CPU it is kept, and what is mapped stays so."""
+        """Unmap neighbours' memory so that they can free it; on a CPU it stays mapped."""
         if self._channel.device == CPU:
             return
         self.inbox.close()
@@ -171,7 +172,7 @@ class Receiver:
     def _begin(
         self, places: Mapping[int, list[torch.Tensor]], number: int
     ) -> tuple[Receiving, dict[int, list[DeltaHeader]]]:
-        """Begin to receive a round; returns what its senders tell of each of its parts, where they do."""
+        """Start receiving a round; returns its senders' `DeltaHeader`s, if any."""
         told = self._told(places, number) if self._changes else {}
         sizes = {by: size_of_all(_pieces(targets, told[by]) if told else targets) for by, targets in places.items()}
         return self.inbox.begin({sender: size for sender, size in sizes.items() if size}, number), told
@@ -193,7 +194,7 @@ def _pieces(targets: Sequence[torch.Tensor], told: Sequence[DeltaHeader]) -> lis
 
 
 def _write(message: torch.Tensor, targets: Sequence[torch.Tensor], told: Sequence[DeltaHeader]) -> bool:
-    """Write a message to where it belongs, and tell whether all of it fits there."""
+    """Write a message into its slices; returns whether it fits."""
     octets, fits = split(message, _pieces(targets, told)), True
     for target, of_it in zip(targets, told, strict=True):
         if of_it == WHOLE_PART:

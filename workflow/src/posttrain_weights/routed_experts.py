@@ -1,7 +1,7 @@
-"""SGLang's routed experts of a request's tokens, packed into as few bytes as they need instead of four each.
+"""Packs SGLang's routed experts into one or two bytes each instead of four.
 
-Of GLM-5 a token has 624 of them, and base64 takes a third more, all through one process of the engine. SGLang's own
-processes speak in base64; over HTTP the bytes follow the answer.
+GLM-5 has 624 per token, base64 adds a third, and all pass through one process of the engine. SGLang's processes
+exchange base64; over HTTP the bytes follow the answer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 def packed(get_topk: Callable[..., torch.Tensor], capturer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Return what SGLang does, [tokens, layers, experts of a token], as uint8, or int16 if one is over 255."""
+    """Return SGLang's routes, [tokens, layers, experts per token], as uint8, or int16 if an id exceeds 255."""
     chosen = get_topk(capturer, *args, **kwargs)
     if capturer.host_cache.name != "routed_experts" or not chosen.numel():
         return chosen
@@ -22,10 +22,10 @@ def packed(get_topk: Callable[..., torch.Tensor], capturer: Any, *args: Any, **k
 
 
 def behind_json(content: Any, as_json: Callable[[Any], bytes]) -> bytes:
-    """Return an answer to /generate with the experts' bytes behind it, empty where it tells of none.
+    """Return a /generate answer followed by the experts' bytes; empty if it has none.
 
-    What is returned begins with the length of the JSON in eight bytes, little-endian. In the JSON stands how many bytes
-    are a response's; they follow in the order of responses.
+    The result begins with the JSON's length in eight bytes, little-endian. The JSON gives each response's byte count;
+    the bytes follow in the order of responses.
     """
     items = content if isinstance(content, list) else [content]
     told = [meta for item in items if isinstance(meta := item.get("meta_info", {}).get("routed_experts"), str)]
@@ -41,6 +41,6 @@ def behind_json(content: Any, as_json: Callable[[Any], bytes]) -> bytes:
 
 
 def where_there_are_gpus(pin: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Pin host memory for GPUs; without any SGLang would ask CUDA for it all the same, and end."""
+    """Pin host memory only if there are GPUs; otherwise SGLang would still call CUDA and crash."""
     if torch.cuda.is_available():
         pin(*args, **kwargs)

@@ -1,8 +1,8 @@
 """The sending side of a transfer: a rank's own messages, and those that it relays to ranks on its GPU.
 
-A message for a member that shares memory lies in that memory: the member gets a notice of where, reads, and says so.
-Over NCCL a message goes to the GPU of its receiver; if another process than the receiver is NCCL's member there, it
-comes to memory that both share, and goes on as notice.
+A message for a member that shares memory is written there: the member gets a notice with its place, reads it, and
+acknowledges. Over NCCL a message goes to its receiver's GPU; if another process is NCCL's member on that GPU, that
+process receives it into shared memory and sends the notice.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class Sending:
-    """A round on its way.
+    """A round that is being sent.
 
     Args:
-        channel: On which.
-        number: Of the round.
-        works: Of messages.
-        kept: Until they have left.
-        notices: Destination -> where its messages are.
-        passes_on: Some of them are still to come.
+        channel: The channel.
+        number: Number of the round.
+        works: Handles of pending messages.
+        kept: Buffers to keep alive until they are sent.
+        notices: Destination -> notice with the place of its messages.
+        passes_on: Some messages to relay have not arrived yet.
     """
 
     channel: Channel
@@ -45,7 +45,7 @@ class Sending:
     passes_on: bool
 
     def wait(self) -> None:
-        """Wait until everybody has what the round brings."""
+        """Wait until all receivers have the round."""
         self._settle()
         if self.passes_on:
             self.give_notice()
@@ -54,7 +54,7 @@ class Sending:
             self.channel.hear(to, READ + self.number)
 
     def give_notice(self) -> None:
-        """Say where messages are; now they are there."""
+        """Send the notices, once their messages are in place."""
         if self.notices:
             self.channel.synchronize()
         self.works.extend(self.channel.send(notice, to, NOTICES + self.number) for to, notice in self.notices.items())
@@ -65,13 +65,13 @@ class Sending:
 
 
 class Sender:
-    """Sends, round by round, at most two of them at a time.
+    """Sends round by round, at most two at a time.
 
     Args:
-        channel: With engines.
-        passed_on: Round -> (source, destination) -> bytes that this rank passes on.
-        room: Bytes of shared memory that any round takes.
-        neighbours: Members that read this rank's memory.
+        channel: Channel to the engines.
+        passed_on: Round -> (source, destination) -> bytes that this rank relays.
+        room: Maximum shared memory bytes of a round.
+        neighbours: Members that read this rank's shared memory.
     """
 
     def __init__(
@@ -82,11 +82,11 @@ class Sender:
         self._telling: list[tuple[Any, torch.Tensor]] = []
 
     def pack(self, number: int, pieces: Mapping[int, Sequence[torch.Tensor]]) -> dict[Pair, torch.Tensor]:
-        """Make the messages of a round: those of this rank, and places of those that it passes on.
+        """Build the messages of a round: those of this rank, and buffers for those that it relays.
 
         Args:
             number: Of the round.
-            pieces: Destination -> [rows, columns] each; what is between them in a message is not defined.
+            pieces: Destination -> pieces, [rows, columns] each; padding in a message is undefined.
         """
         rank, is_shared = self._channel.rank, self._is_shared
         sizes = {(rank, to): size_of_all(values) for to, values in pieces.items() if values}
@@ -100,7 +100,7 @@ class Sender:
         return places
 
     def tell(self, number: int, told: Mapping[int, Sequence[DeltaHeader]]) -> None:
-        """Begin to tell of each part of a round before it comes: it is awaited while the last one is read."""
+        """Start sending the `DeltaHeader`s of a round, ahead of its messages."""
         channel = self._channel
         for to, of_them in told.items():
             table = torch.tensor(of_them, dtype=torch.int64)
@@ -108,7 +108,7 @@ class Sender:
             channel.num_sent += table.nbytes
 
     def begin(self, number: int, messages: Mapping[Pair, torch.Tensor]) -> Sending:
-        """Begin to pass on the messages of a round, as `pack` made them, when the last one has gone."""
+        """Start sending the messages of a round (from `pack`) once the last round is sent."""
         channel, ways = self._channel, self._channel.ways
         own = {to: message for (by, to), message in messages.items() if by == channel.rank}
         on_host = {to: self._on_host(own[to], number, to) for to in own if ways.way(channel.rank, to) is Transport.HOST}
@@ -128,7 +128,7 @@ class Sender:
         return sending
 
     def finish(self) -> None:
-        """Free a GPU's shared memory once no process maps it."""
+        """Free the GPU's shared memory once no process maps it."""
         if self._channel.device == CPU:
             return
         for neighbour in self._neighbours:
@@ -136,7 +136,7 @@ class Sender:
         self.close()
 
     def close(self) -> None:
-        """Give back shared memory."""
+        """Free shared memory."""
         for slot in self._slots.values():
             slot.close()
         self._slots = {}
@@ -156,7 +156,7 @@ class Sender:
         return places
 
     def _notices(self, number: int, messages: Mapping[Pair, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Return destination -> handle of the memory, and where in it messages begin, in the order of their senders."""
+        """Return destination -> notice: the memory handle and the offsets of its messages, in sender order."""
         about: dict[int, list[int]] = defaultdict(list)
         shared = self._slots.get(number % ROUNDS_AT_ONCE)
         for by, to in sorted(messages):

@@ -1,8 +1,8 @@
 """The SGLang plug-in: handlers that report the weights held, and compact routed experts.
 
-It runs in SGLang's processes, by SGLang's own way for plug-ins (`sglang.srt.plugins`), and needs nothing but torch,
-on GPUs Triton as well. Its way in is SGLang's `/weights_checker`, whose `action` is free text: one that is a JSON
-object is for us, reaches every rank of an engine between two batches, and each rank's answer goes back.
+SGLang's plug-in mechanism (`sglang.srt.plugins`) loads it in all of SGLang's processes; it needs only torch, and Triton
+on GPUs. Commands come through SGLang's `/weights_checker`, whose `action` is free text: a JSON object is one of our
+commands. It reaches every rank of an engine between two batches, and each rank's answer is returned.
 
 Written against SGLang 0.5.23: `srt/utils/weight_checker.py`, `srt/managers/scheduler_components/weight_updater.py`.
 """
@@ -18,7 +18,7 @@ CAPTURED = "sglang.srt.state_capturer.base.BaseTopkCapturer.get_topk"
 
 
 def register() -> None:
-    """Register the handlers in every SGLang process; with an untested version none, which the trainer reports."""
+    """Register the handlers in every SGLang process, but not in untested versions, which the trainer reports."""
     import sglang
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

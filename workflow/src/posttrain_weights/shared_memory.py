@@ -1,8 +1,8 @@
-"""Memory that another process of the same host reads as its own.
+"""Shared memory between processes of one host, on GPUs and CPUs.
 
-On a GPU: allocated by the driver, not by torch, whose allocator may have mapped its memory from pieces (expandable
-segments) and an engine's from pieces that it takes away when it sleeps; neither can be shared as a whole
-(pytorch#130330). On a CPU: memory without a name, which goes with the process.
+GPU memory is allocated by the driver, not by torch, whose allocator may map it from pieces (expandable segments, or an
+engine's pieces that are unmapped when it sleeps), which cannot be shared as a whole (pytorch#130330). CPU memory is
+anonymous and is freed with the process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HANDLE_BYTES = 64
 
 
 def can_share(device: torch.device) -> bool:
-    """Return whether memory of a device can be shared: of a GPU, where CUDA's driver can be called."""
+    """Return whether a device's memory can be shared; on a GPU this needs CUDA's driver API."""
     return device.type != "cuda" or all(importlib.util.find_spec(name) for name in ("cuda", "cuda.bindings"))
 
 
@@ -27,8 +27,8 @@ class Shared:
     """Memory of this process that others may map.
 
     Args:
-        num_bytes: How many.
-        device: Where.
+        num_bytes: Size.
+        device: Its device.
     """
 
     def __init__(self, num_bytes: int, device: torch.device):
@@ -46,7 +46,7 @@ class Shared:
             self.values = _on_host(self._file, num_bytes)
 
     def close(self) -> None:
-        """Free it; no other process may still map it."""
+        """Free the memory; no other process may still map it."""
         if self._pointer:
             _done(_driver(self.values.device).cuMemFree(self._pointer))
         else:
@@ -55,12 +55,12 @@ class Shared:
 
 
 class Mapped:
-    """Memory of another process.
+    """Mapped memory of another process.
 
     Args:
-        handle: As its `Shared` has it, [64] bytes.
-        num_bytes: Of it that are wanted.
-        device: Of this process, on which it lies.
+        handle: Handle of the other's `Shared`, [64] bytes.
+        num_bytes: Bytes to map.
+        device: The device in this process.
     """
 
     def __init__(self, handle: bytes, num_bytes: int, device: torch.device):
@@ -81,14 +81,14 @@ class Mapped:
                 os.close(opened_file)
 
     def close(self) -> None:
-        """Let go of it."""
+        """Unmap the memory."""
         if self._pointer:
             _done(_driver(self._device).cuIpcCloseMemHandle(self._pointer))
         self._pointer, self.values = 0, torch.empty(0, dtype=torch.uint8)
 
 
 class _Pointer:
-    """What torch needs to know of memory that it has not allocated."""
+    """Describes external memory to torch."""
 
     def __init__(self, pointer: int, num_bytes: int):
         self.__cuda_array_interface__ = {
@@ -108,7 +108,7 @@ def _on_host(file: int, num_bytes: int) -> torch.Tensor:
 
 
 def _driver(device: torch.device) -> Any:
-    """Return CUDA's driver, where the calls of this thread go to a device."""
+    """Return CUDA's driver API, with a device current in this thread."""
     from cuda.bindings import driver
 
     torch.cuda.set_device(device)
@@ -117,10 +117,10 @@ def _driver(device: torch.device) -> Any:
 
 
 def _done(result: tuple[Any, ...]) -> Any:
-    """Return what a call of the driver has given.
+    """Return the result of a driver call.
 
     Raises:
-        RuntimeError: It has given an error.
+        RuntimeError: The call failed.
     """
     error, *values = result
     if int(error):
@@ -129,23 +129,23 @@ def _done(result: tuple[Any, ...]) -> Any:
 
 
 def notice_of(shared: Shared, begins: list[int]) -> torch.Tensor:
-    """Return what says where messages lie, [bytes] uint8.
+    """Return a notice of the messages' places, [bytes] uint8.
 
     Args:
-        shared: In which memory.
-        begins: Where in it each begins.
+        shared: The memory.
+        begins: Offset of each message.
     """
     numbers = struct.pack(f"{1 + len(begins)}q", len(shared.values), *begins)
     return torch.frombuffer(bytearray(shared.handle + numbers), dtype=torch.uint8)
 
 
 def empty_notice(num_messages: int) -> torch.Tensor:
-    """Return the place of a notice about so many messages."""
+    """Return an empty buffer for a notice of so many messages."""
     return torch.empty(HANDLE_BYTES + 8 * (1 + num_messages), dtype=torch.uint8)
 
 
 def read_notice(notice: torch.Tensor) -> tuple[bytes, int, list[int]]:
-    """Return handle and size of the memory, and where in it messages begin."""
+    """Return the memory's handle and size, and the messages' offsets."""
     octets = notice.numpy().tobytes()
     size, *begins = struct.unpack(f"{(len(octets) - HANDLE_BYTES) // 8}q", octets[HANDLE_BYTES:])
     return octets[:HANDLE_BYTES], size, begins

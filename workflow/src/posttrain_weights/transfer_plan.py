@@ -1,4 +1,4 @@
-"""Which rank sends which slice of which tensor to which engine rank, in which round; equal on every rank."""
+"""Plans which trainer rank sends which slice to which engine rank in which round; the same on every rank."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class EngineSlice(NamedTuple):
     """A slice of a tensor as an engine rank holds it.
 
     Args:
-        name: Of the tensor, on the Hub.
-        box: Which part.
-        dtype: As torch spells it.
+        name: Hub name of the tensor.
+        box: Its box in the tensor.
+        dtype: Torch dtype name.
     """
 
     name: str
@@ -30,16 +30,16 @@ class EngineSlice(NamedTuple):
 
 
 class SliceTransfer(NamedTuple):
-    """A part of a tensor on its way.
+    """The transfer of one slice from a trainer rank to an engine rank.
 
     Args:
         sender: Trainer rank.
-        receiver: Engine rank, counted through all engines.
-        name: Of the tensor.
-        made: Which part of it the sender makes, of which this is one.
-        box: Which part of the tensor.
-        dtype: As the receiver keeps it.
-        piece: What the receiver is told of it.
+        receiver: Engine rank, counted over all engines.
+        name: Name of the tensor.
+        made: The sender's box of the tensor, which contains `box`.
+        box: The transferred box of the tensor.
+        dtype: The receiver's dtype.
+        piece: The receiver's description of it.
     """
 
     sender: int
@@ -52,24 +52,25 @@ class SliceTransfer(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """In a message."""
+        """Bytes in a message."""
         return size_of(self.box.rows, self.box.columns, SIZES[self.dtype])
 
 
 def plan_transfer(
     held: Sequence[Sequence[EngineSlice]], holders: Mapping[str, Mapping[Box, Sequence[int]]], round_bytes: int
 ) -> list[SliceTransfer]:
-    """Return all transfers, those of a sender in the order of the Hub's tensors.
+    """Return all transfers; each sender's are in Hub tensor order.
 
-    Each number of each receiver's parts comes from one sender; where several have it, from that with the least to send.
+    Each element of a receiver's slice comes from one sender: of those that hold it, the one with the least to send.
 
     Args:
-        held: What each receiver keeps.
-        holders: Name -> part -> senders that can make it.
-        round_bytes: What a sender sends in a round; a receiver gets `RECEIVED_ROUNDS` of it. A larger part goes alone.
+        held: Slices of each receiver.
+        holders: Name -> box -> senders that can compute it.
+        round_bytes: Bytes per sender and round; a receiver gets up to `RECEIVED_ROUNDS` times that. Larger slices go
+            alone.
 
     Raises:
-        ValueError: Nobody has a part of what is kept; names it.
+        ValueError: No sender has a part of a slice; names it.
     """
     loads = Counter[int]()
     order = {name: number for number, name in enumerate(holders)}
@@ -101,7 +102,7 @@ def _transfers_of(
 def _in_rounds(transfers: Sequence[SliceTransfer], round_bytes: int) -> Iterator[SliceTransfer]:
     """Return transfers with their rounds: each sender's in order, none above its memory limit.
 
-    Senders take turns in being the first of a round, so that none waits for ever for a receiver that has enough.
+    Senders alternate in going first in a round, so that none starves at a receiver that is at its limit.
     """
     left = {sender: deque(group) for sender, group in itertools.groupby(transfers, lambda transfer: transfer.sender)}
     done: dict[int, list[SliceTransfer]] = {sender: [] for sender in left}

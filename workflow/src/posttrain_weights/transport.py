@@ -1,11 +1,11 @@
-"""Where members of a transfer have their weights, and which way is open between two of them.
+"""Selects the transport between two members of a transfer by the location of their weights.
 
-    shared    both are on one GPU, or on the CPUs of one host: one writes, the other reads the same memory
-    group     between GPUs: over NCCL, which takes one member for each GPU; the others get from that one what came
-    host      whatever is left: over gloo, through the memory of both hosts
+    shared    same GPU, or CPUs of the same host: shared memory
+    group     different GPUs: NCCL, with one member per GPU, which relays to the others on its GPU
+    host      everything else: gloo, through the memory of both hosts
 
-Trainer and engine are two processes on one GPU where they take turns. NCCL, whose kernels wait for each other, would
-have both wait for the GPU to change between them.
+With colocation, trainer and engine are two processes on one GPU. NCCL is not used between them: its kernels wait for
+each other, and the GPU would have to switch between the processes.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ import torch.distributed as dist
 from posttrain_weights.shared_memory import can_share
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
-# Processes that do not share these are as far from each other as two hosts are.
+# Processes in different namespaces of these kinds count as different hosts.
 NAMESPACES = ("ipc", "net", "pid")
 
 
 class Transport(enum.Enum):
-    """How a message gets from one member to another."""
+    """Transport of a message between two members."""
 
     SHARED = "shared"
     GROUP = "group"
@@ -38,12 +38,12 @@ class Transport(enum.Enum):
 
 
 class Place(NamedTuple):
-    """Where a member has its weights.
+    """Location of a member's weights.
 
     Args:
-        device: A GPU's identifier; empty for a CPU.
-        host: Whose processes can share memory; of a process that cannot, itself.
-        nccl: Version that a member with a GPU has.
+        device: UUID of the GPU; empty for a CPU.
+        host: Identifies processes that can share memory; unique to a process that cannot.
+        nccl: The member's NCCL version, on a GPU.
     """
 
     device: str
@@ -64,11 +64,11 @@ class Place(NamedTuple):
 
 
 class Transports:
-    """The ways between members, alike for all of them.
+    """The transports between members, the same on all members.
 
     Args:
-        places: Of each member.
-        relays: So many members, the first ones, may pass on what comes for another on their GPU.
+        places: Place of each member.
+        relays: The first `relays` members may relay messages for others on their GPU.
     """
 
     def __init__(self, places: Sequence[Place], relays: int):
@@ -84,15 +84,15 @@ class Transports:
 
     @property
     def group(self) -> list[int]:
-        """Members that NCCL takes: the first on each GPU; none where it takes nobody."""
+        """NCCL's members: the first on each GPU; empty if NCCL is not used."""
         return sorted(self._first.values()) if self.has_group else []
 
     def deputy(self, receiver: int) -> int:
-        """Return the member of the group on a receiver's GPU, often itself."""
+        """Return the NCCL member on a receiver's GPU, often the receiver itself."""
         return self._first[self._places[receiver]]
 
     def way(self, sender: int, receiver: int) -> Transport:
-        """Return the way from a member of the trainer to one of an engine."""
+        """Return the transport from a trainer member to an engine member."""
         if self._places[sender] == self._places[receiver]:
             return Transport.SHARED
         deputy = self.deputy(receiver)
@@ -100,7 +100,7 @@ class Transports:
         return Transport.GROUP if self.has_group and self.deputy(sender) == sender and is_reached else Transport.HOST
 
     def neighbour(self, sender: int, receiver: int) -> int | None:
-        """Return the member whose memory a receiver reads for what a sender sends it; None: it gets a message."""
+        """Return the member whose shared memory a receiver reads for a sender's messages; None: it receives them."""
         way, deputy = self.way(sender, receiver), self.deputy(receiver)
         if way is Transport.SHARED:
             return sender
@@ -108,7 +108,7 @@ class Transports:
 
 
 def exchange_places(store: dist.Store, place: Place, rank: int, size: int) -> list[Place]:
-    """Exchange the places of all members through the first one."""
+    """Exchange all members' places through the first member."""
     store.set(f"place {rank}", json.dumps(place))
     if rank == 0:
         store.set("places", json.dumps([json.loads(store.get(f"place {member}")) for member in range(size)]))
@@ -116,7 +116,7 @@ def exchange_places(store: dist.Store, place: Place, rank: int, size: int) -> li
 
 
 def rendezvous(place: str | tuple[str, int], size: int, seconds: float) -> dist.Store:
-    """Return the store at a place: a file that did not exist before, or host and port where a member listens."""
+    """Return the rendezvous store: a new file, or host and port on which a member listens."""
     if isinstance(place, str):
         return dist.FileStore(place, size)
     host, port = place
