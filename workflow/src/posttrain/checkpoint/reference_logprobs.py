@@ -1,7 +1,7 @@
-"""The canary of a checkpoint: a few prompts with what the trainer's own model says of their continuations.
+"""Reference log-probabilities of a checkpoint: a few prompts, and the trainer's values for their continuations.
 
 Training writes it into its last checkpoint, an export takes it over, and so does whatever is quantised from that one:
-it lies in the folder, so that a copy of it has it, too. Who serves the folder is held against it (`serving.canary`).
+it lies in the folder, so that a copy of it has it, too. Servers of the folder are compared with it (`serving.canary`).
 """
 
 from __future__ import annotations
@@ -82,13 +82,13 @@ class ReferenceLogprobs:
 
 
 def write_reference_logprobs(folder: Path, canary: ReferenceLogprobs) -> str:
-    """Put it into a folder, and return its name there."""
+    """Write the reference log-probabilities to a folder, and return the file's name."""
     write_json(folder / CANARY_NAME, canary.as_dict())
     return CANARY_NAME
 
 
 def read_reference_logprobs(folder: Path) -> ReferenceLogprobs | None:
-    """Return the canary of a folder; None where it has none.
+    """Return a folder's reference log-probabilities; None if it has none.
 
     Raises:
         CheckpointError: What is there is none.

@@ -1,4 +1,4 @@
-"""How two processes of a gang find out that they are of one gang, before either believes or reads much of the other.
+"""Mutual authentication of two processes of a gang, before either reads much from the other.
 
 Both know a secret, which is never sent. Who connects says who it is, with a text that it has just made up; who listens
 does the same; then each proves the secret over all that was said. Nobody else gets an answer that it could use
@@ -27,14 +27,14 @@ log = logging.getLogger(__name__)
 SECRET_VARIABLE = "POSTTRAIN_GANG_SECRET"
 # A head with a full backlog takes connections when it is scheduled again; a host that is gone never answers.
 CONNECT_SECONDS = 30.0
-# Who has not shown by then who it is, is sent away.
+# Seconds after which an unauthenticated peer is disconnected.
 GREETING_SECONDS = 30.0
 # A name, an address, a challenge and a proof take 300.
 MAX_GREETING_BYTES = 4096
 # Strangers at a time, a thread each: all nodes of the largest gang may come at once. Who is too many takes the place of
 # the one that has come first.
 MAX_STRANGERS = 256
-# Hosts that the log names; there is no end of those who may knock.
+# Hosts named in the log, because any number may connect.
 MAX_NAMED = 10
 # Without file descriptors, asking at once would only fill the log.
 ACCEPT_AGAIN_SECONDS = 1.0
@@ -42,7 +42,7 @@ LISTENS, CONNECTS = "listens", "connects"
 
 
 class HandshakeError(ConnectionError):
-    """The process at the other end does not belong to this gang."""
+    """The peer does not belong to this gang."""
 
 
 class Reception:
@@ -51,7 +51,7 @@ class Reception:
     Args:
         host: Address to listen at.
         secret: Of the gang.
-        is_awaited: Tells whether who says so may come in.
+        is_awaited: Returns whether a peer of this name may join.
         receive: Called for each, in a thread of its own, with what it said of itself and the channel to it.
     """
 
@@ -133,11 +133,11 @@ def join(address: str, secret: str, who: str, **about: Any) -> Channel:
     Args:
         address: Where it listens.
         secret: Of the gang.
-        who: Who this is.
+        who: Name of this process.
         about: What else the head should know; JSON types.
 
     Raises:
-        OSError: Nobody answers, or not who knows the secret, or this process is not waited for.
+        OSError: Nobody answers, the peer does not know the secret, or it does not expect this process.
     """
     host, _, port = address.rpartition(":")
     connection = socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS)

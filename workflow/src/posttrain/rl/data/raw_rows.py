@@ -1,8 +1,8 @@
-"""Files of rows: JSON lines, a JSON array, parquet, CSV. Errors name the line or row.
+"""Reads files of rows: JSON lines, JSON arrays, parquet, CSV. Errors name the line or row.
 
-JSON lines are parsed one by one, not as a table: labels of one column may be texts in one line and numbers in the
-next, and a wrong line hides no other. The first bytes of a file decide its format before its name does. The decoded
-size of a row, and of all rows of a compressed file, is limited, so that a small file cannot fill the memory.
+JSON lines are parsed one by one, not as a table: a column may mix texts and numbers, and an invalid line hides no
+other. A file's first bytes determine its format, then its name. The decoded size of a row, and of a compressed file, is
+limited, so that a small file cannot fill the memory.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from posttrain.rl.data.arrow_values import decoder_of
 from posttrain.rl.data.keys import kind_of
 from posttrain.store import parse_json
 
-# What a folder's files end with to be rows; a file that is named itself may be called anything, and holds JSON lines.
+# Suffixes of row files in a folder; a file named explicitly may have any name, and defaults to JSON lines.
 SUFFIXES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
-# Taken of a folder that has none of those.
+# Used if a folder has none of those.
 TABLE_SUFFIXES = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
-# Rows of a parquet file that exist at a time, and bytes; some rows have megabytes of solutions.
+# Limits on parquet rows in memory, in rows and bytes; some rows have megabytes of solutions.
 BATCH_ROWS, BATCH_BYTES = 256, 512 << 20
 # Of one row.
 MAX_ROW_BYTES = 32 << 20
-# All rows of a compressed file may have so many bytes, or so many times as many as the file.
+# Limit on a compressed file's decoded rows, in bytes or as a multiple of the file's size.
 MAX_DECODED_BYTES, MAX_EXPANSION = 256 << 20, 100
 _SPACE = re.compile(r"[ \t\n\r]*")
 _GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
 _DECOMPRESS, _CONVERT = "decompress it, or compress it with gzip", "write it as JSON lines, CSV or parquet"
-# First bytes of what is no file of rows -> what it is, and what to do.
+# First bytes of unsupported files -> their type, and the remedy.
 _OTHERS = {
     b"PK\x03\x04": ("a zip archive, as Excel's workbooks are", "save its table as CSV, JSON lines or parquet"),
     b"\xd0\xcf\x11\xe0": ("an old Excel workbook", "save its table as CSV, JSON lines or parquet"),
@@ -60,12 +60,12 @@ _READABLE = "a file of rows: JSON lines, a JSON array, CSV or parquet"
 
 @dataclass(frozen=True)
 class RawRow:
-    """One row of a file, or what is wrong with it.
+    """One row of a file, or the reason that it is invalid.
 
     Args:
         place: "line 3" or "row 3", from 1.
-        content: Its columns; None for a wrong one.
-        reason: What is wrong.
+        content: Its columns; None if invalid.
+        reason: Why it is invalid.
     """
 
     place: str
@@ -74,7 +74,7 @@ class RawRow:
 
 
 def files_of(pattern: str) -> list[Path]:
-    """Return the files that a setting names, in the order of their names.
+    """Return the files that a setting names, sorted by name.
 
     Args:
         pattern: A file, a folder of files of rows, or a pattern such as `data/train-*.parquet`.
@@ -90,7 +90,7 @@ def files_of(pattern: str) -> list[Path]:
 
 
 def local_files(data: Data) -> list[Path]:
-    """Return the files on this machine that a dataset is made of; none for those that are fetched or generated."""
+    """Return a dataset's local files; none if it is fetched or generated."""
     sources = [source for source in sources_of(data).values() if source.kind in LOCAL_DATA]
     patterns = [pattern for source in sources for pattern in (source.train_file, source.heldout_file) if pattern]
     return list(dict.fromkeys(path for pattern in patterns for path in files_of(pattern)))
@@ -100,19 +100,19 @@ def read_raw(path: Path, left_out: Collection[str] = ()) -> Iterator[RawRow]:
     """Yield the rows of a file, one after another.
 
     Args:
-        path: Its first bytes tell parquet and gzip; its name `.csv`, `.tsv` and `.json`, an array or lines. Anything
-            else is JSON lines. The text of an array is held as a whole, of other files a few rows at a time.
-        left_out: Columns that are not wanted; of parquet they are not even read.
+        path: The first bytes identify parquet and gzip, the name `.csv`, `.tsv` and `.json` (array or lines). Anything
+            else is JSON lines. A JSON array's text is held in memory as a whole, other files a few rows at a time.
+        left_out: Columns to drop; in parquet they are not even read.
 
     Raises:
-        ConfigError: The file cannot be read, or takes too much memory.
+        ConfigError: The file cannot be read, or its rows are too large.
     """
     try:
         reads = _reader_of(path)
         yield from reads(path, left_out)
     except ConfigError:
         raise
-    # pyarrow's errors are some of these, too.
+    # Includes pyarrow's errors.
     except (OSError, EOFError, ValueError, NotImplementedError, csv.Error) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError([Problem("data", str(path), f"a readable {_READABLE[2:]}", f"check it: {reason}")]) from error
@@ -129,10 +129,10 @@ def _reader_of(path: Path) -> Callable[[Path, Collection[str]], Iterator[RawRow]
 
 
 class _Decoded:
-    """Counts the bytes of a file's rows once decoded.
+    """Counts the decoded bytes of a file's rows.
 
     Args:
-        path: The file; only a compressed one is limited.
+        path: The file; the limit applies only to compressed ones.
     """
 
     def __init__(self, path: Path):
@@ -141,10 +141,10 @@ class _Decoded:
         self._total = 0
 
     def add(self, num_bytes: int) -> None:
-        """Count some more.
+        """Add decoded bytes.
 
         Raises:
-            ConfigError: They are too many.
+            ConfigError: The limit is exceeded.
         """
         self._total += num_bytes
         if self._total > self.limit:
@@ -220,7 +220,7 @@ def _rows_of_array(content: bytes) -> Iterator[RawRow]:
 
 
 def _elements(text: str) -> Iterator[str]:
-    """Yield the text of each element of a JSON array: only one is held as Python's objects at a time."""
+    """Yield the text of each element of a JSON array, so that only one is parsed at a time."""
     scan = json.JSONDecoder().raw_decode
     place = _after_space(text, text.index("[") + 1)
     is_closed = text[place : place + 1] == "]"
@@ -245,7 +245,7 @@ def _after_space(text: str, place: int) -> int:
 
 
 def _table_rows(path: Path, left_out: Collection[str]) -> Iterator[RawRow]:
-    """Yield the rows of a table with a header; all its values are texts."""
+    """Yield the rows of a table with a header; all values are strings."""
     csv.field_size_limit(MAX_ROW_BYTES)
     delimiter = "\t" if ".tsv" in path.suffixes[-2:] else ","
     with _open(path) as file:
@@ -274,7 +274,7 @@ def _check_header(path: Path, names: Sequence[str], delimiter: str) -> None:
 
 
 def _parquet_rows(path: Path, left_out: Collection[str]) -> Iterator[RawRow]:
-    import pyarrow.parquet  # takes a third of a second, which readers of JSON need not wait
+    import pyarrow.parquet  # the import takes a third of a second, which JSON files do not need
 
     decoded, number = _Decoded(path), 0
     with pyarrow.parquet.ParquetFile(path, arrow_extensions_enabled=True) as file:
@@ -294,9 +294,9 @@ def _parquet_rows(path: Path, left_out: Collection[str]) -> Iterator[RawRow]:
 
 
 def _batch_rows(file: Any, group: int, wanted: Collection[str]) -> int:
-    """Return how many rows of a group are read at a time.
+    """Return the number of rows of a row group to read at a time.
 
-    A value that many rows share lies in the file once, so each of them may be as large as all that the group has.
+    A value shared by many rows is stored once (dictionary encoding), so any row may be as large as the whole group.
     """
     columns = [file.metadata.row_group(group).column(place) for place in range(file.metadata.num_columns)]
     sizes = [column.total_uncompressed_size for column in columns if column.path_in_schema.split(".")[0] in wanted]

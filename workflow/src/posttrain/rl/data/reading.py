@@ -1,4 +1,4 @@
-"""How a configuration wants rows to be read."""
+"""Settings for reading rows."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class Reading:
     """How rows are read.
 
     Args:
-        prompt_key: Key of the prompt; empty: column `prompt`, or else where the recognised form has it.
-        label_key: Key of the label; empty: column `label`, or else where the recognised form has it.
-        response_key: Key of a response to learn, which is a column beside the label; empty: there is none.
-        system_prompt: Put before the messages, in the place of a system message that a row has.
+        prompt_key: Key of the prompt; empty: column `prompt`, or else that of the recognised format.
+        label_key: Key of the label; empty: column `label`, or else that of the recognised format.
+        response_key: Key of an offline response, a column besides the label; empty: none.
+        system_prompt: Put before the messages, replacing a row's system message.
         prompt_template: Put around the last user message, see `PromptTemplate`.
         duplicates: What happens to a row with messages and tools of an earlier one: "refuse", "keep" or "drop".
         unlabeled: What happens to a row without a label that could be compared with: "refuse" or "drop".
@@ -35,7 +35,7 @@ class Reading:
 
 
 def reading_of(data: Data) -> Reading:
-    """Return how a configuration wants rows to be read."""
+    """Return a configuration's settings for reading rows."""
     return Reading(
         # The defaults stand for what is recognised, where a file has no such columns.
         prompt_key="" if data.prompt_key == OWN.prompt else data.prompt_key,

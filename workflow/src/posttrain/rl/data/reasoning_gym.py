@@ -1,8 +1,8 @@
-"""Rows that a task of reasoning-gym generates.
+"""Generates rows with a reasoning-gym task.
 
-Row number i of a task follows from its name, its parameters, the seed and i, and from the version of the package. Which
-rows are held out is a property of the question, not of a draw: the first byte of its SHA-256 says so for a fifth of
-them, whatever the seed and the counts. So training, and the warm-up of a made model, stay off what any evaluation asks.
+Row i of a task is determined by its name, its parameters, the seed, i, and the package version. Whether a row is held
+out depends only on its question: the first byte of the question's SHA-256 selects a fifth of them, whatever the seed
+and the counts. So training, and the warm-up of a generated model, never use a question of any evaluation.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _MOST_DRAWS, _LEAST_DRAWS = 20, 2_000
 
 
 def generate_rows(data: Data, reading: Reading) -> tuple[list[Row], list[Row]]:
-    """Return rows to train on and rows held out, no question twice.
+    """Return training rows and held-out rows, without duplicate questions.
 
     Args:
         data: The configuration's section, or that of one source.
-        reading: With what is put around a question.
+        reading: System prompt and template for the questions.
 
     Returns:
         Both sides. A label is the task's answer; the columns are what grading asks for: `task`, with name, parameters
         and version, and `entry`, the task's own row.
 
     Raises:
-        ConfigError: The task has not that many questions, or rows without an answer.
-        RuntimeError: Another version is installed than the one that was planned with.
+        ConfigError: The task has too few questions, or rows without an answer.
+        RuntimeError: The installed version differs from the planned one.
     """
     task = {"name": data.task, "parameters": list(data.task_parameters), "version": data.reasoning_gym}
     reader = RowReader(OWN, reading)
@@ -58,7 +58,7 @@ def generate_rows(data: Data, reading: Reading) -> tuple[list[Row], list[Row]]:
 
 
 def draw_entries(data: Data) -> list[tuple[dict[str, Any], bool]]:
-    """Return the task's own rows in JSON's types, each with whether it is held out; as many of each as are wanted."""
+    """Return the task's rows in JSON types with a held-out flag, as many of each side as requested."""
     _require_version(data.reasoning_gym)
     wanted = [data.num_train_prompts, data.num_heldout_prompts]
     draws = max(_LEAST_DRAWS, _MOST_DRAWS * sum(wanted))
@@ -66,7 +66,7 @@ def draw_entries(data: Data) -> list[tuple[dict[str, Any], bool]]:
     found: list[tuple[dict[str, Any], bool]] = []
     seen: set[str] = set()
     for place in range(draws):
-        # What grades has read it from a file, so nothing may get lost on the way there.
+        # The grader reads rows from a file, so they must survive a JSON round trip.
         entry = json.loads(json.dumps(task[place]))
         held_out = is_heldout(entry["question"])
         if wanted[held_out] and entry["question"] not in seen:
@@ -79,7 +79,7 @@ def draw_entries(data: Data) -> list[tuple[dict[str, Any], bool]]:
 
 
 def is_heldout(question: str) -> bool:
-    """Return whether a question belongs to evaluation."""
+    """Return whether a question is held out."""
     return hashlib.sha256(question.encode()).digest()[0] < HELDOUT_SHARE * 256
 
 

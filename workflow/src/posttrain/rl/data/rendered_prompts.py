@@ -1,7 +1,7 @@
-"""What rendered prompts show to be wrong, before an engine has seen one.
+"""Checks rendered prompts for template and tokenizer mistakes before training.
 
-Every mistake here is silent in training: a model that reads a beginning twice, or no sign that it is its turn, answers
-worse than it can, and one that cannot end its answer fills the response limit.
+These mistakes are silent in training: with a duplicate BOS token or no generation prompt a model answers worse, and a
+model that cannot end its answer fills the response limit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from posttrain.types import Prompt
 
 
 def check_rendered(chat: ChatTokenizer, folder: Path, prompts: Sequence[Prompt]) -> list[Problem]:
-    """Return what is to be said about template and tokenizer.
+    """Return notes about template and tokenizer.
 
     Args:
         chat: Renders prompts.
@@ -79,7 +79,7 @@ def _end_of_turn(chat: ChatTokenizer, folder: Path) -> Iterator[Problem]:
     stops = stop_token_ids(folder)
     tokens = chat.tokenizer.encode(end, add_special_tokens=False)
     if stops.isdisjoint(tokens):
-        # Ids that are no tokens are reported above.
+        # Invalid token ids are reported above.
         names = ", ".join(f"{token} ({chat.tokenizer.decode([token])!r})" for token in sorted(stops) if token >= 0)
         value = f"{end.strip() or end!r} ends an answer in the chat template, and none of it is a stop token: {names}"
         allowed = "a template that ends an answer with a stop token"

@@ -1,4 +1,4 @@
-"""Rows of any form as prompts with labels; all problems are reported together."""
+"""Reads rows of any format as prompts with labels, and reports all problems together."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from posttrain.rl.data.reading import Reading
 log = logging.getLogger(__name__)
 # All of one kind of mistake are told by the first ones; a file may have millions of lines.
 MAX_REPORTED_LINES = 50
-# By these the form is recognised.
+# Rows used to recognise the format.
 NUM_FIRST_ROWS = 100
-# Why a row without fault may be dropped, as it is counted.
+# Reasons for dropping valid rows, which are counted.
 DUPLICATE, UNLABELED = "repeated", "without a label"
-# A column of TRL's.
+# A column of TRL.
 TEMPLATE_KWARGS = "chat_template_kwargs"
 # Columns that a prompt would be asked with; no model here is shown any.
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
@@ -46,15 +46,15 @@ MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 
 @dataclass(frozen=True)
 class Row:
-    """One row, whatever form it had.
+    """One row, independent of its format.
 
     Args:
         messages: The prompt.
-        label: What a response is compared with, of any JSON type; None where the form has no labels.
+        label: The reference for responses, of any JSON type; None if the format has no labels.
         columns: All other columns, in JSON's types.
         tools: JSON schemas of the functions that a response may call, None for none.
         is_text: The prompt is a text, not messages.
-        answer: The assistant's message that the label is the text of, where it has more than text.
+        answer: The assistant message whose text is the label, if it has more than text.
     """
 
     messages: tuple[dict[str, Any], ...]
@@ -67,7 +67,7 @@ class Row:
 
 @dataclass(frozen=True)
 class BadRow:
-    """One wrong row of a dataset.
+    """One invalid row of a dataset.
 
     Args:
         place: "line 3", "row 3", with the file before it where there are several.
@@ -82,14 +82,14 @@ class BadRow:
 
 @dataclass(frozen=True)
 class ReadRows:
-    """What was found in a dataset.
+    """The rows of a dataset.
 
     Args:
         name: Its file or files, as they were asked for.
-        form: What it was recognised as.
-        rows: The right ones, in order.
-        bad: The wrong ones, in order.
-        dropped: How many others were left out, by reason.
+        form: The recognised format.
+        rows: Valid rows, in order.
+        bad: Invalid rows, in order.
+        dropped: Number of dropped rows by reason.
     """
 
     name: str
@@ -236,7 +236,7 @@ def describe_bad_rows(found: ReadRows, report: Path | None = None, most_told: in
 
 
 class RowReader:
-    """Makes rows of one form what they are to be."""
+    """Converts rows of one format."""
 
     def __init__(self, form: Form, reading: Reading):
         self._form, self._reading = form, reading
@@ -254,7 +254,7 @@ class RowReader:
         self.unreadable: Counter[tuple[str, str]] = Counter()
 
     def read(self, raw: RawRow, before: str) -> Row | BadRow | str:
-        """Return the row, what is wrong with it, or why it is left out."""
+        """Return the row, its fault, or the reason for dropping it."""
         place = before + raw.place
         if raw.content is None:
             return BadRow(place, raw.reason)
@@ -296,7 +296,7 @@ class RowReader:
         return messages
 
     def _check_prompt(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Reject a prompt that ends with an answer: a model would be asked to answer it again."""
+        """Reject a prompt that ends with an answer, which a model would have to answer again."""
         if not messages or messages[-1]["role"] not in ANSWERING_ROLES or not self._reading.needs_label:
             return
         key = self._prompt.text

@@ -1,4 +1,4 @@
-"""A child process of bounded time and memory, for files of others that a library reads: tokenizers, chat templates."""
+"""Runs a function in a child process with limited time and memory, for untrusted tokenizers and chat templates."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-# Of an answer, which is some lines of text.
+# Limit on an answer, which is a few lines of text.
 MAX_ANSWER_BYTES = 1 << 24
 
 
 def confined(work: Callable[[], Any], seconds: float, num_bytes: int) -> Any:
-    """Return what a function returns in a forked child.
+    """Run a function in a forked child and return its result.
 
     Args:
-        work: Returns plain JSON types, so that nothing of the child is unpickled here.
-        seconds: It is killed after so long.
-        num_bytes: Of memory that it may take on top of this process's.
+        work: Returns plain JSON types, so that nothing from the child is unpickled here.
+        seconds: Time limit, after which it is killed.
+        num_bytes: Memory limit on top of this process's memory.
 
     Raises:
-        TimeoutError: It was not done.
-        MemoryError: It needs more.
-        ChildProcessError: It has died, or its answer is too long.
+        TimeoutError: The time limit has passed.
+        MemoryError: The memory limit was exceeded.
+        ChildProcessError: The child died, or its answer is too long.
     """
     context = multiprocessing.get_context("fork")
     answers, answer = context.Pipe(duplex=False)

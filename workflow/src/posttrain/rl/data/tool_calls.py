@@ -1,8 +1,7 @@
-"""Arguments of tool calls in the form that a chat template shows.
+"""Converts tool call arguments to the type that a chat template renders.
 
-Some templates go through an object (GLM), some add a JSON text to their own (DeepSeek), some do either (Qwen). The
-first fail on a text, the second on an object, or show it as Python would. So each template is tried once, with a call
-of our own.
+Some templates iterate over an object (GLM), some insert JSON text (DeepSeek), some accept both (Qwen). The first fail
+on text; the second fail on an object or render it in Python notation. So each template is tried once with a test call.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from posttrain.rl.data.messages import arguments_of
 OBJECT, TEXT = "object", "text"
 _NAME, _VALUE = "probed_name", "probed value"
 _ARGUMENTS = {_NAME: _VALUE}
-# Its parameters have another name, so that only a call shows the probed one.
+# Its parameters have another name, so that the probed name appears only in a call.
 _PARAMETERS = {"type": "object", "properties": {"a": {"type": "string", "description": "b"}}}
 _TOOL = {"type": "function", "function": {"name": "probe", "description": "A probe", "parameters": _PARAMETERS}}
 # Messages and tools -> text.
@@ -24,7 +23,7 @@ Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], st
 
 
 def forms_of(render: Render) -> frozenset[str]:
-    """Return in which forms a template shows arguments as they are; none where it shows no calls.
+    """Return the argument types that a template renders correctly; empty if it renders no calls.
 
     Args:
         render: The template; whatever it raises says that it does not take the form.
@@ -52,7 +51,7 @@ def _shown(render: Render, arguments: Any) -> str:
 
 
 def in_form(message: Mapping[str, Any], forms: frozenset[str]) -> dict[str, Any]:
-    """Return a message with the arguments of its calls as a template shows them.
+    """Return a message with its call arguments in a type that the template renders.
 
     Raises:
         RowError: They are neither an object nor its JSON text.

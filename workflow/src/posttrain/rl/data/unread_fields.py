@@ -1,6 +1,6 @@
-"""Fields of prompts that the chat template leaves out: rendering without such a field gives the same tokens.
+"""Finds prompt fields that the chat template ignores: rendering without such a field gives the same tokens.
 
-The source of a template shows which names it reads, not when: many show only the last turn's reasoning.
+A template's source shows which names it reads, but not when: many render only the last turn's reasoning.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from posttrain.types import Prompt
 
 # Of each field: prompts that are rendered without it, and messages of each; fields that are looked at.
 NUM_TRIED, NUM_MESSAGES, NUM_FIELDS = 20, 4, 50
-# Fields that link messages, and that many templates leave out on purpose.
+# Fields that link messages, which many templates omit on purpose.
 LINKS = ("id", "name", "tool_call_id")
 TOOLS = "tools"
 # Every message needs a role, so it is never left out, and its value is no text that could be extended.
@@ -27,12 +27,12 @@ _ANSWER = "response to learn"
 
 @dataclass(frozen=True)
 class UnreadField:
-    """A field that leaves no trace in the tokens of some messages.
+    """A field that does not affect the tokens of some messages.
 
     Args:
         owner: Role of the messages that have it; "" for the tools of a row.
         name: Of the field.
-        num_unread: Messages whose prompt stays as it is without it.
+        num_unread: Messages whose prompt does not change without it.
         num_tried: Messages that were rendered without it.
         num_prompts: Prompts that have it.
     """
@@ -63,14 +63,14 @@ def find_unread(
 
     Args:
         chat: Renders prompts; each of them, as they are.
-        prompts: Those that are trained on.
+        prompts: Training prompts.
         answer_of: Returns the response to learn; None where responses are sampled.
     """
     owners: dict[tuple[str, str], list[Prompt]] = {}
     for prompt in prompts:
         answer = [{**answer_of(prompt), _ROLE: _ANSWER}] if answer_of else []
         turns = [*prompt.messages, *answer]
-        # An empty value is as good as none.
+        # An empty value counts as missing.
         fields = {(str(m[_ROLE]), name) for m in turns for name, value in m.items() if name != _ROLE and value != ""}
         for field in sorted(fields | ({("", TOOLS)} if prompt.tools else set())):
             if field in owners or len(owners) < NUM_FIELDS:
@@ -113,7 +113,7 @@ def _is_same(render: Callable[[], object], render_less: Callable[[], object]) ->
     try:
         return render() == render_less()
     except (CheckpointError, ConfigError):
-        return False  # the template asks for it
+        return False  # the template requires it
 
 
 def _without(message: Mapping[str, Any], name: str) -> dict[str, Any]:
