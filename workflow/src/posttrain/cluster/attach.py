@@ -1,4 +1,4 @@
-"""Waiting for training that goes on without the driver that started it.
+"""Waits for training that continues without the driver that started it.
 
 On one machine training ends with its driver. A scheduler's job lives on: whoever wants the run's next steps waits for
 it here, and then lets Snakemake go on. Who trains is told by the run's lease, so this works wherever the job runs;
@@ -71,7 +71,7 @@ def wait_while_alive(paths: Paths) -> bool:
 
 
 def _who_trains(paths: Paths) -> str:
-    """Return who holds the run, or which job waits in the queue to do so; "" where nobody does."""
+    """Return the holder of the run's lease, or the queued job that will take it; "" if there is neither."""
     holder = living_holder(paths.lease, job_is_alive=job_is_alive)
     if holder is not None:
         return str(holder)

@@ -1,7 +1,7 @@
-"""What the head of a gang and its nodes say to each other: JSON objects, one per line, over TCP.
+"""Messages between the head of a gang and its nodes: JSON objects, one per line, over TCP.
 
-The connection is also the sign of life: when it ends, the other side has. Who is at the other end has shown that it
-belongs to the gang (`handshake`) before its messages are read.
+The connection also serves as heartbeat: when it closes, the other side has ended. The peer is authenticated
+(`handshake`) before its messages are read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Channel:
 
     Args:
         connection: Connected.
-        other: How the log calls who is at its other end.
+        other: Name of the peer in the log.
     """
 
     def __init__(self, connection: socket.socket, other: str):

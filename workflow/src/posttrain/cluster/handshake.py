@@ -1,8 +1,8 @@
 """Mutual authentication of two processes of a gang, before either reads much from the other.
 
-Both know a secret, which is never sent. Who connects says who it is, with a text that it has just made up; who listens
-does the same; then each proves the secret over all that was said. Nobody else gets an answer that it could use
-elsewhere: a proof is worth something for one side of one connection.
+Both know a secret, which is never sent. The connecting side sends its name and a random challenge; the listening side
+does the same; then each proves knowledge of the secret over the whole exchange. A proof is valid for one side of one
+connection only, so it cannot be replayed.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def _greet_head(connection: socket.socket, secret: str, hello: dict[str, Any]) -
 
 
 def _challenge() -> str:
-    """Return a text that was never used before."""
+    """Return a new random challenge."""
     return secrets.token_hex(16)
 
 

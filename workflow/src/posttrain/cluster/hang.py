@@ -1,13 +1,12 @@
-"""Which ranks hang: from where each rank is, and from the stacks of all when nobody moves.
+"""Detects hanging ranks, from each rank's position, and from all stacks when no rank moves.
 
-All ranks of a step go through the same phases and meet in collectives, so that one that stops holds the others up:
-those that have left a phase wait in the next, or all wait in the same. A phase may take ten times as long as it ever
-took, and a minute and a half in any case, but never longer than `launch.hang_timeout_seconds`. The same holds for the
-way from one mark to the next within a phase (`rank_progress`), when no rank makes its own. A rollout, or an
-evaluation, may take as long as it likes, because engines and graders have deadlines of their own; the rank that waits
-for them says again and again that it lives. How long a phase takes for the first time, in which kernels may be
-compiled, nobody knows, nor how long a checkpoint is waited for, which depends on the rollout that hides it: both may
-take up to the limit, but not a minute and a half in which no rank uses its processor.
+All ranks of a step go through the same phases and meet in collectives, so one that stops blocks the others, in the same
+phase or the next. A phase may take ten times its longest duration so far, at least a minute and a half, but never
+longer than `launch.hang_timeout_seconds`. The same holds between two marks within a phase (`rank_progress`) if no rank
+passes its next one. Rollouts and evaluations have no limit, because engines and graders have their own deadlines; the
+rank that waits for them reports that it is alive. The first run of a phase, which may compile kernels, and the wait for
+a checkpoint, which depends on the rollout that hides it, have no known duration: both may take up to the limit, but not
+a minute and a half in which no rank uses its processor.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Position:
         is_idle: It has not used its processor for `SHORTEST_TIMEOUT_SECONDS`.
         marks: That it has passed in the phase.
         still: For how long it has passed no mark, in seconds.
-        usual: How long that took before, at most, in seconds; below 0: nobody knows.
+        usual: The longest that this took before, in seconds; below 0: unknown.
     """
 
     step: int

@@ -72,7 +72,7 @@ class NodeInspection:
     def _facts(self, question: dict[str, Any]) -> dict[str, Any]:
         node_local = Path(question["node_local"].format(node=self._name))
         facts = inspect_node(load_resolved(Path(question["config_path"])), node_local, self._log_folder)
-        # Nobody accepts: that a connection is made is all that the others want to know.
+        # Connections are not accepted: peers only test that they can connect.
         self._listener = socket.create_server((self._address, 0), backlog=len(question["names"]))
         port = self._listener.getsockname()[1]
         rendezvous, transfer = choose_free_ports(2, self._address)

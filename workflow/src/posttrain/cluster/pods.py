@@ -147,7 +147,7 @@ class Pods:
             NodesLostError: One of them is gone.
         """
         if not self._names:
-            # Who is asked for nodes holds the run's lease, and only its holder writes there.
+            # This process holds the run's lease, and only the holder writes there.
             self._rendezvous.write(self._path)
             self._wait_for_all()
             self._name_all()

@@ -33,9 +33,9 @@ from typing import Any
 import psutil
 
 DRIVER_VARIABLE = "POSTTRAIN_DRIVER"
-# The embedded engine gives open requests half of it; the next attempt waits for who needs all of it.
+# The embedded engine gives open requests half of it; the next attempt waits for processes that need all of it.
 GRACE_SECONDS = 10.0
-# Who removes a folder tries so often, with a pause behind each.
+# Tries to remove a folder, with a pause after each.
 REMOVALS, REMOVAL_SECONDS = 50, 0.1
 # Nobody waits for what a process that has ended left behind; it only has to hear the signal.
 ORPHAN_SECONDS = 2.0

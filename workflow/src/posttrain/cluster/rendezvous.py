@@ -1,4 +1,4 @@
-"""Where the ranks of a job meet: a store of keys that nobody else needs to reach.
+"""The rendezvous of a job's ranks: a key-value store that is not reachable from outside.
 
 torch's own store listens on all addresses of rank 0's host, whatever address it is told. Here the ranks of one machine
 meet in a file instead, and those of several at one address.

@@ -1,7 +1,7 @@
 """How the pods of a gang find its head.
 
-The head writes into a file on shared storage where it listens, with a secret that is new each time; only its own user
-can read it. Who connects and who listens each prove that they have read it (`handshake`).
+The head writes its address and a new secret to a file on shared storage that only its own user can read. Both sides of
+a connection prove that they know the secret (`handshake`).
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from pathlib import Path
 
 from posttrain.store.durable import write_atomic
 
-# Who waits for the other side says so, this often: a line per minute of a queue that may last for hours.
+# Seconds between log lines while waiting for the other side, in a queue that may last for hours.
 REMIND_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
 class RendezvousFile:
-    """What the head tells its pods.
+    """The head's address and secret for its pods.
 
     Args:
         address: "host:port" where it listens.
@@ -30,7 +30,7 @@ class RendezvousFile:
     secret: str = dataclasses.field(repr=False)
 
     def write(self, path: Path) -> None:
-        """Let processes of this user read it, and nobody else."""
+        """Write the file, readable by this user only."""
         content = json.dumps(dataclasses.asdict(self)).encode()
         write_atomic(path, lambda file: file.write(content), mode=0o600)
 

@@ -25,7 +25,7 @@ RETRY_SECONDS = 1.0
 
 
 def lend_this_pod(rendezvous: Path, done: Path | None = None) -> None:
-    """Do what the head asks for until it is gone, or until it has nothing to ask for.
+    """Serve the head's requests until it is gone or needs this pod no more.
 
     Args:
         rendezvous: Where the head says how to reach it.
@@ -40,7 +40,7 @@ def join_head(rendezvous: RendezvousFile) -> Head:
     """Return the head that has written the file.
 
     Raises:
-        OSError: Nobody answers, or it is not who has written it; it may have ended, and another may come.
+        OSError: Nobody answers, or the listener did not write the file; the head may have ended, and another may come.
     """
     head = Head(join(rendezvous.address, rendezvous.secret, os.environ[NODE_RANK], node=os.environ[NODE_NAME]))
     log.info("joined the head at %s", rendezvous.address)
@@ -48,7 +48,7 @@ def join_head(rendezvous: RendezvousFile) -> Head:
 
 
 def obey(head: Head) -> None:
-    """Start and end what the head asks for until it is gone; what it has started ends then."""
+    """Start and end commands for the head until it is gone; running commands end then."""
     started: StartedHere | None = None
     number = 0
     try:
