@@ -265,7 +265,7 @@ def place() -> str:
     theirs = ""
     while frame is not None:
         name = frame.f_code.co_filename
-        if "/posttrain/" in name and "/rehearsal/" not in name:
+        if "/posttrain/" in name:
             ours = f"{name.rpartition('/posttrain/')[2]}:{frame.f_lineno}"
             return f"{ours} {theirs}".strip()
         if not theirs and ("/megatron/core/" in name or "/transformer_engine/" in name):
