@@ -85,7 +85,8 @@ def measure(
             pairs = [f"{key}={value}" for key, value in branches.get(name, {}).items()]
             snakefile = one_rule if name == "one rule" else ROOT / "Snakefile"
             started = time.perf_counter()
-            ended = run_snakemake(folder, "-n", *(["--config", *pairs] if pairs else []), snakefile=snakefile)
+            words = ("-n", *(["--config", *pairs] if pairs else []))
+            ended = run_snakemake(folder, *words, snakefile=snakefile, python_options=())
             elapsed = time.perf_counter() - started
             assert ended.returncode == 0, ended.stdout
             if repeat >= warm_up:

@@ -32,11 +32,14 @@ FAST = {
 
 
 def run_snakemake(
-    folder: Path, *words: str, snakefile: Path = ROOT / "Snakefile", python_options: Sequence[str] = ()
+    folder: Path, *words: str, snakefile: Path = ROOT / "Snakefile", python_options: Sequence[str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run snakemake in a folder and return how it ended; what it prints, errors included, is `stdout`."""
-    command = [sys.executable, *python_options, "-m", "snakemake", "--snakefile", str(snakefile), *words]
-    if python_options:
+    """Run snakemake in a folder and return how it ended; what it prints, errors included, is `stdout`.
+
+    With options of Python, be it none, in a process that imports everything anew, as users do.
+    """
+    command = [sys.executable, *(python_options or ()), "-m", "snakemake", "--snakefile", str(snakefile), *words]
+    if python_options is not None:
         return subprocess.run(
             command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600, check=False
         )
