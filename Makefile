@@ -126,7 +126,7 @@ $(VENV)/.docs: $(VENV)/.ready
 # In an environment with CUDA, such as the GPU image's, which `make env` does not make: docs/first-gpu.md.
 test-gpu:  ## what one runs first on a machine with GPUs, in order; the first that fails ends it (docs/first-gpu.md)
 	pytest tests/gpu -m gpu --exitfirst -rs
-	pytest tests/unit tests/posttrain_rehearsal -m gpu -rs
+	pytest tests/unit tests/posttrain_rehearsal tests/posttrain_weights -m gpu -rs
 
 ifneq (,$(findstring bridge,$(REQUIRE)))
 test-faults: env-bridge

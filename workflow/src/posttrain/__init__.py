@@ -4,8 +4,6 @@ import os
 import sys
 from types import TracebackType
 
-from posttrain.moved_modules import find_moved_modules
-
 __version__ = "0.2.0"
 
 
@@ -17,6 +15,10 @@ def _end_in_one_line(kind: type[BaseException], error: BaseException, trace: Tra
         sys.__excepthook__(kind, error, trace)
 
 
-find_moved_modules()
 if sys.excepthook is sys.__excepthook__:
     sys.excepthook = _end_in_one_line
+
+# Behind the hook: from the first import on, Ctrl-C ends in one line.
+from posttrain.moved_modules import find_moved_modules  # noqa: E402
+
+find_moved_modules()
