@@ -42,7 +42,7 @@ from posttrain.checkpoint.formats.torch_dist_reader import METADATA_NAME, TorchD
 from posttrain.checkpoint.param_names import Placement, by_key, require_tensors, to_megatron
 from posttrain.checkpoint.parts.parts import Description, Notes, OutputFile
 from posttrain.checkpoint.parts.steps import Written
-from posttrain.checkpoint.quantization.tiling import Box, find_misfit
+from posttrain.checkpoint.quantization.tiling import Chunk, find_misfit
 from posttrain.checkpoint.staging.file_placement import HashingFile
 from posttrain.config.schema import Architecture
 from posttrain.errors import CheckpointError
@@ -158,7 +158,7 @@ def _output_file(
     )
 
 
-def _chunk_row(placement: Placement, box: Box) -> dict[str, Any]:
+def _chunk_row(placement: Placement, box: Chunk) -> dict[str, Any]:
     offsets, sizes = box
     return {
         "key": placement.key,

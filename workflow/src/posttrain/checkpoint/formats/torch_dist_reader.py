@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from posttrain.checkpoint.formats.torch_dist_format import COMMON_KEY, METADATA_NAME, WRONG_PICKLE, read_metadata
-from posttrain.checkpoint.quantization.tiling import Box, Shape, intersect, slices_within
+from posttrain.checkpoint.quantization.tiling import Chunk, Shape, intersect, slices_within
 from posttrain.errors import CheckpointError, reason_of
 
 # Each holds a mapped file open; processes may have 1024 of those by default.
@@ -82,14 +82,14 @@ class TorchDistReader:
         """Return the precision that a tensor is stored in."""
         return self._tensor(key).properties.dtype
 
-    def chunks(self, key: str) -> list[Box]:
+    def chunks(self, key: str) -> list[Chunk]:
         """Return the boxes that a tensor is stored in."""
         self._tensor(key)
         return self._boxes[key]
 
-    def chunks_by_file(self) -> dict[str, list[tuple[str, Box]]]:
+    def chunks_by_file(self) -> dict[str, list[tuple[str, Chunk]]]:
         """Return file name -> (tensor, box) of every chunk that lies in it."""
-        found: dict[str, list[tuple[str, Box]]] = {}
+        found: dict[str, list[tuple[str, Chunk]]] = {}
         for key, boxes in self._boxes.items():
             for box in boxes:
                 if info := self._places.get((key, box[0])):
@@ -169,7 +169,7 @@ class TorchDistReader:
             raise CheckpointError(f"{self.folder}: no tensor {key}")
         return self._tensors[key]
 
-    def _overlaps(self, key: str, wanted: Box) -> list[tuple[Box, Box]]:
+    def _overlaps(self, key: str, wanted: Chunk) -> list[tuple[Chunk, Chunk]]:
         """Return the chunks that meet a box, each with what they share; found without looking at all of them."""
         boxes = self._boxes[key]
         if not wanted[0]:
@@ -179,7 +179,7 @@ class TorchDistReader:
         high = bisect_left(boxes, ((end,), ()))
         return [(box, shared) for box in boxes[low:high] if (shared := intersect(box, wanted))]
 
-    def _assemble(self, key: str, wanted: Box, parts: Sequence[tuple[Box, Box]]) -> torch.Tensor:
+    def _assemble(self, key: str, wanted: Chunk, parts: Sequence[tuple[Chunk, Chunk]]) -> torch.Tensor:
         result = torch.empty(wanted[1], dtype=self.dtype(key))
         filled = 0
         for box, shared in parts:
@@ -193,7 +193,7 @@ class TorchDistReader:
             )
         return result
 
-    def _map_and_check(self, key: str, box: Box) -> torch.Tensor:
+    def _map_and_check(self, key: str, box: Chunk) -> torch.Tensor:
         if (key, box[0]) not in self._places:
             raise CheckpointError(f"{self.folder}: {METADATA_NAME} does not say where {key} at {box[0]} lies")
         info = self._places[key, box[0]]

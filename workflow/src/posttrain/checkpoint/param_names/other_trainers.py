@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from posttrain.checkpoint.param_names.placement import Placement
-from posttrain.checkpoint.quantization.tiling import Box, Shape
+from posttrain.checkpoint.quantization.tiling import Chunk, Shape
 from posttrain.config.schema import Architecture
 from posttrain.errors import CheckpointError
 
@@ -105,7 +105,7 @@ def _turned(placement: Placement, arch: Architecture) -> Placement:
     rotated, head = arch.qk_rope_head_dim, arch.index_head_dim
     num_rows, *columns = placement.global_shape
     zeros = tuple(0 for _ in columns)
-    boxes: list[Box] = []
+    boxes: list[Chunk] = []
     for first in range(0, num_rows, head):
         boxes.append(((first + head - rotated, *zeros), (rotated, *columns)))
         boxes.append(((first, *zeros), (head - rotated, *columns)))

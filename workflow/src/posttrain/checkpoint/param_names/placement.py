@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from posttrain.checkpoint.formats.safetensors_io import TensorSpec
-from posttrain.checkpoint.quantization.tiling import Box, Shape
+from posttrain.checkpoint.quantization.tiling import Chunk, Shape
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Placement:
     key: str
     dtype: str
     global_shape: Shape
-    boxes: tuple[Box, ...]
+    boxes: tuple[Chunk, ...]
     num_stack_axes: int = 0
 
     @property
@@ -41,7 +41,7 @@ class Placement:
         return self.spec.size_bytes
 
     @property
-    def chunks(self) -> tuple[tuple[Box, slice], ...]:
+    def chunks(self) -> tuple[tuple[Chunk, slice], ...]:
         """Each box with the rows of the Hub's tensor that lie in it."""
         parts, start = [], 0
         for box in self.boxes:

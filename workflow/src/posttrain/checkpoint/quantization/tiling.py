@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 
 Shape = tuple[int, ...]
 # First index and extent in each dimension.
-Box = tuple[Shape, Shape]
+Chunk = tuple[Shape, Shape]
 
 
-def intersect(first: Box, second: Box) -> Box | None:
+def intersect(first: Chunk, second: Chunk) -> Chunk | None:
     """Return the box that two boxes share, None when they share nothing.
 
     Example:
@@ -21,13 +21,13 @@ def intersect(first: Box, second: Box) -> Box | None:
     return (low, sizes) if all(size > 0 for size in sizes) else None
 
 
-def slices_within(box: Box, outer: Box) -> tuple[slice, ...]:
+def slices_within(box: Chunk, outer: Chunk) -> tuple[slice, ...]:
     """Return how to index a tensor that holds `outer` so as to get `box`, which lies in it."""
     starts = [a - b for a, b in zip(box[0], outer[0], strict=True)]
     return tuple(slice(start, start + size) for start, size in zip(starts, box[1], strict=True))
 
 
-def find_misfit(shape: Shape, boxes: Iterable[Box]) -> str:
+def find_misfit(shape: Shape, boxes: Iterable[Chunk]) -> str:
     """Tell what keeps boxes from covering a tensor exactly once, "" when nothing does.
 
     The boxes are sorted along the first dimension into slabs with equal first index and extent; the slabs
@@ -40,10 +40,10 @@ def find_misfit(shape: Shape, boxes: Iterable[Box]) -> str:
     return _find_misfit(shape, sorted(boxes), ())
 
 
-def _find_misfit(shape: Shape, boxes: Sequence[Box], position: Shape) -> str:
+def _find_misfit(shape: Shape, boxes: Sequence[Chunk], position: Shape) -> str:
     if not shape:
         return "" if len(boxes) == 1 else f"{len(boxes)} chunks at {position}"
-    slabs: dict[tuple[int, int], list[Box]] = {}
+    slabs: dict[tuple[int, int], list[Chunk]] = {}
     for offsets, sizes in boxes:
         slabs.setdefault((offsets[0], sizes[0]), []).append((offsets[1:], sizes[1:]))
     end = 0

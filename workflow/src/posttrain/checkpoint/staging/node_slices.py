@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 from posttrain.checkpoint.formats.torch_dist_reader import TorchDistReader
-from posttrain.checkpoint.quantization.tiling import Box
+from posttrain.checkpoint.quantization.tiling import Chunk
 from posttrain.config.node_share import NodeShare
 from posttrain.store import Receipt
 
@@ -28,7 +28,7 @@ def torch_dist_files(folder: Path, receipt: Receipt, share: NodeShare) -> frozen
     )
 
 
-def is_needed(key: str, box: Box, share: NodeShare) -> bool:
+def is_needed(key: str, box: Chunk, share: NodeShare) -> bool:
     """Return whether a rank of the node loads from a chunk.
 
     Args:

@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factor
 
 from posttrain.checkpoint.formats.safetensors_io import TensorSpec
 from posttrain.checkpoint.param_names import Placement, expected_tensors, to_megatron
-from posttrain.checkpoint.quantization.tiling import Box, intersect, slices_within
+from posttrain.checkpoint.quantization.tiling import Chunk, intersect, slices_within
 from posttrain.config.schema import Architecture
 from posttrain.rl.megatron_backend.checkpoint import sharded_weights
 from posttrain.rl.megatron_backend.glm5.model import LogprobModel
@@ -229,7 +229,7 @@ def _local_pieces(chunks: Sequence[LogprobModel]) -> dict[Piece, torch.Tensor]:
     return pieces
 
 
-def _overlap(piece: Piece, box: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+def _overlap(piece: Piece, box: Chunk) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
     """Return the intersection of piece and box as slices into each; None if they are disjoint."""
     held = (piece.offset, piece.shape)
     shared = intersect(held, box)
