@@ -15,6 +15,7 @@ from posttrain.__main__ import ALONE, ANNEXES, COMMANDS
 from posttrain.config.site_rules import time_limit_minutes
 from posttrain.plan.job_needs import RuleNeeds, check_served, job_needs
 from posttrain.plan.resolve import resolve
+from posttrain.store.format_versions import CURRENT_RULES
 
 # They run nothing: they name results, or join the nodes.
 WITHOUT_WORK = {"all", "stage_all_nodes", "finalize_rollout_fp8", "finalize_serving", "finalize_bf16"}
@@ -43,7 +44,7 @@ def test_every_rule_was_found() -> None:
 
 def test_rules_share_their_names_with_scripts_and_commands() -> None:
     """A command has a module and a test of its name, too, and `posttrain --help` tells of it."""
-    scripts = {path.stem for path in (ROOT / "scripts").glob("*.py")}
+    scripts = {path.stem for path in (ROOT / "scripts").glob("*.py")} - CURRENT_RULES.keys()
     modules = {path.stem for path in (ROOT / "workflow/src/posttrain/commands").glob("*.py")} - {"__init__"}
     tests = {path.stem.removeprefix("test_") for path in (ROOT / "tests/unit/commands").glob("test_*.py")}
     commands, of_annexes, alone = ({name.replace("-", "_") for name in names} for names in (COMMANDS, ANNEXES, ALONE))

@@ -1,7 +1,8 @@
 import pytest
 
 from posttrain.plan.flags.environment import trainer_environment
-from posttrain.plan.flags.flag import as_arguments, as_environment, flag
+from posttrain.plan.flags.flag import as_arguments, as_environment, as_mapping, flag
+from posttrain.plan.flags.megatron_flags import optimizer_flags
 from posttrain.plan.flags.rendered import rendered_flags
 from posttrain.plan.flags.sglang_flags import (
     DECODE,
@@ -171,3 +172,16 @@ def test_a_preflight_of_spare_nodes_goes_over_the_network(resolved) -> None:
     config = resolved("tiny", site="example_slurm").config
     assert config.nodes == 1
     assert as_environment(trainer_environment(config, num_nodes=3))["GLOO_SOCKET_IFNAME"] == "ib0"
+
+
+@pytest.mark.parametrize(
+    ("settings", "lowest"),
+    [
+        ("optimizer.lr=2e-6", 2e-6),
+        ("optimizer.lr=2e-6 optimizer.lr_schedule=cosine", 0.0),
+        ("optimizer.lr=2e-6 optimizer.lr_schedule=cosine optimizer.lr_floor=0.1", 2e-7),
+    ],
+)
+def test_the_lowest_learning_rate_is_where_the_schedule_ends(resolved, settings, lowest):
+    found = as_mapping(optimizer_flags(resolved("tiny", set=settings).config))
+    assert found["min_lr"] == pytest.approx(lowest)
