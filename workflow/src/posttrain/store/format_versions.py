@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-# Rules that had another name in version 0.2. Receipts and JobSets keep the old one, so that runs of that version resume;
+# Rules that had another name in version 0.2. Receipts and JobSets keep the old one, so that its runs resume;
 # `scripts/` has the old program for JobSets that it made.
 CURRENT_RULES: Mapping[str, str] = {"train_grpo": "train"}
 # Raised by one when a step writes something else than before for the same input: its receipts are then remade.
