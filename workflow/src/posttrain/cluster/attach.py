@@ -1,8 +1,8 @@
-"""Waits for training that continues without the driver that started it.
+"""Wait for a training job that outlived the driver that submitted it.
 
-On one machine training ends with its driver. A scheduler's job lives on: whoever wants the run's next steps waits for
-it here, and then lets Snakemake go on. Who trains is told by the run's lease, so this works wherever the job runs;
-while it waits in a queue to be started again, the queue tells.
+On one machine training ends with its driver, but a scheduler's job keeps running. `attach` waits for that job, after
+which Snakemake runs the later steps. The run's lease shows that training is alive, wherever the job runs; while the job
+waits in the queue to restart, the scheduler's queue shows it.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from posttrain.store.lease import living_holder
 
 log = logging.getLogger(__name__)
 
-# A step takes seconds at least, and each look reads the run's metrics from shared storage.
+# A step takes at least seconds, and every poll reads the run's metrics from shared storage.
 POLL_SECONDS = 2.0
-# How Snakemake names the job to SLURM; `rule_train_grpo` is one that version 0.2 started.
+# Snakemake's name of the job in SLURM. It is a prefix of `rule_train_grpo`, the name in version 0.2.
 TRAINING_RULE = "rule_train"
 REMEDY = "the same snakemake command without attach"
 
 
 def attach(paths: Paths) -> str:
-    """Wait until nothing trains the run any more, with its progress shown.
+    """Wait until no process trains the run, and show progress.
 
     Args:
-        paths: Of the run.
+        paths: The run's.
 
     Returns:
-        How it stands then, and what to do next.
+        The run's state, and the command to run next.
 
     Raises:
-        RuntimeError: When training was alive and ended before its last step.
+        RuntimeError: Training was alive and ended before its last step.
     """
     if not paths.experiment.exists():
         return f"{paths.run.name} has not begun; nothing to attach to"
@@ -54,7 +54,7 @@ def attach(paths: Paths) -> str:
 
 
 def wait_while_alive(paths: Paths) -> bool:
-    """Wait until nothing trains the run; returns whether anything did."""
+    """Wait until no process trains the run; return whether one did."""
     who = _who_trains(paths)
     if not who:
         return False

@@ -1,7 +1,7 @@
-"""One attempt of a training job: the head starts a supervisor on every node, brings them together and listens.
+"""One attempt of a training job: the head starts a supervisor on every node, connects them and monitors them.
 
-A node tells the head who it is, then which engines it has started, then what has ended. The head tells a node its part,
-then where everybody is, then that the attempt is over.
+Each node sends the head its name, then its engines' URLs, then what has ended. The head sends each node its assignment,
+then the addresses of engines and ranks, then the end of the attempt.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from posttrain.store.lease import Lease
 
 log = logging.getLogger(__name__)
 
-# A node answers within `ranks.STACK_SECONDS`, also for ranks that do not; one that stands still itself is named, too.
+# A node answers within `ranks.STACK_SECONDS` even if its ranks do not. A node that itself hangs is named, too.
 STACKS_SECONDS = 10.0
 
 
 class HangError(AttemptFailedError):
-    """Ranks that did not move were ended."""
+    """Ranks made no progress and were ended."""
 
 
 class EndedEarlyError(RuntimeError):
-    """Training was asked to end, has saved, and has steps left."""
+    """Training stopped early on request: it has saved, and has steps left."""
 
 
 class Attempt(NodeGroup):
-    """A context manager around one attempt: all that it starts ends with the block.
+    """A context manager around one attempt: its processes end with the block.
 
     Args:
-        job: What is trained.
+        job: The training job.
         config: The resolved configuration.
-        nodes: Where processes are started.
+        nodes: The allocation that starts processes.
         names: The nodes of this attempt, in the order of ranks.
-        folder: Logs of the attempt.
-        lease: Held by this process.
-        fit: Allocation that need no preflight; those that have passed it are added.
+        folder: Gets the logs of the attempt.
+        lease: The run's lease, held by this process.
+        fit: Nodes that need no preflight; nodes that pass it are added.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class Attempt(NodeGroup):
     ):
         super().__init__(config, nodes, names, folder)
         self._job, self._lease, self._fit = job, lease, fit
-        # The nodes with ranks, and in which phase the others know these to be.
+        # The nodes with ranks, and the last phase that was sent to the other nodes.
         self._trainers = self._names[: trainer_nodes(config)]
         self._told_phase: dict[str, Any] | None = None
         self._is_ending = False
-        # When the first step began; None before.
+        # Unix time at which the first step began; None before.
         self.first_step_unix: float | None = None
         self._hang_watch = HangWatch(config.launch.hang_timeout_seconds)
         self._preemption_deadline = PreemptionDeadline(config, job.run_folder / "checkpoints")
@@ -76,10 +76,10 @@ class Attempt(NodeGroup):
         """Return when all ranks are done.
 
         Raises:
-            AttemptFailedError: Something ended early.
-            EndedEarlyError: The job's time is over; all is saved.
-            UnfitNodesError: Allocation should not train.
-            CheckpointError: A node refuses what it should load; another attempt would not help.
+            AttemptFailedError: A node or process ended early.
+            EndedEarlyError: The job's time is over; everything is saved.
+            UnfitNodesError: Some nodes are unfit to train.
+            CheckpointError: A node rejects a checkpoint; another attempt would not help.
         """
         self.form_group()
         if must_inspect(self._config, self._names) and not self._fit.issuperset(self._names):
@@ -95,7 +95,7 @@ class Attempt(NodeGroup):
     # ---- the stages ----
 
     def _assign_job(self) -> None:
-        # Looked up once, for all: nodes may see a shared folder change at different times.
+        # Read once for all nodes, because nodes may see changes of a shared folder at different times.
         checkpoints = CheckpointFolder(self._job.run_folder / "checkpoints", self._config.trainer.keep_checkpoints)
         self._assign("assign", names=self._names, job=self._job.as_dict(), finished=checkpoints.newest_step())
 
@@ -123,7 +123,7 @@ class Attempt(NodeGroup):
             raise HangError(f"training hangs: {found}; waiting: {self._ask_for_stacks()}")
 
     def _ask_for_stacks(self) -> str:
-        """Return in which collective each rank waits, for people."""
+        """Return a description of the collective in which each rank waits."""
         asked = [self._members[name] for name in self._trainers]
         for member in asked:
             member.channel.send("stacks")
@@ -150,14 +150,14 @@ class Attempt(NodeGroup):
             self._members[name].channel.send("phase", position=phase)
 
     def _pass_on_silence(self) -> None:
-        """Tell all nodes which engine does not answer rank 0; its node stops it."""
+        """Forward the URL of an engine that does not answer rank 0 to all nodes; the engine's node stops it."""
         named = [m.messages.pop("silent") for m in self._members.values() if m.has_told("silent")]
         for message in named:
             for member in self._members.values():
                 member.channel.send("silent", url=message["url"])
 
     def _end_in_time(self) -> None:
-        """Ask for a save at the step's end, once, when a node was asked to end or the scheduler is about to do it."""
+        """Request a save at the step's end, once, if a node got SIGTERM or the job's time limit is near."""
         if self._is_ending:
             return
         asked = any(member.has_told("asked_to_end") for member in self._members.values())

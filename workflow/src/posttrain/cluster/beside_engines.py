@@ -1,8 +1,8 @@
-"""Run a rule's command beside engines of several nodes: `python -m posttrain.cluster.beside_engines ... -- python ...`.
+"""Run a rule's command with engines on several nodes: `python -m posttrain.cluster.beside_engines ... -- python ...`.
 
-It runs on the first node of its job, starts the engines on all of them, and tells the command behind `--` in its
-environment where they are. When that ends, or an engine does, all end. In a pod that is not the first of its gang it
-does what the first one asks for.
+It runs on the job's first node, starts the engines on all nodes, and passes their URLs to the command after `--` in its
+environment. When the command or an engine ends, everything ends. In a pod other than the first it executes the first
+pod's requests.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from posttrain.plan.sizing.precisions import precision_config
 
 
 def main() -> None:
-    """Start the engines, run the command, and end as it does."""
+    """Start the engines, run the command, and exit with its code."""
     arguments = parse_arguments()
     folder = arguments.folder
     if is_waiting_pod():
         lend_this_pod(rendezvous_path(folder))
         return
     served = job_of(arguments.resolved, arguments.precision)
-    # Of an attempt before.
+    # Left by an earlier attempt.
     shutil.rmtree(folder, ignore_errors=True)
     with OneshotJob.of_this_job(served, folder) as job:
         code = job.run_beside_engines(arguments.checkpoint, arguments.command)
@@ -38,11 +38,11 @@ def main() -> None:
 
 
 def job_of(resolved: Resolved, precision: str = "") -> Resolved:
-    """Return the configuration of the job's engines: its nodes are the engines', and none is spare.
+    """Return the configuration of the engines' job, which has only the engines' nodes and no spare ones.
 
     Args:
-        resolved: Of the run.
-        precision: Of those that are compared; empty: the one of evaluations.
+        resolved: The run's configuration.
+        precision: Which of the compared precisions to serve; empty: the precision of evaluations.
     """
     config = serving_config(precision_config(resolved.config, precision) if precision else resolved.config)
     slurm = dataclasses.replace(config.site.slurm, spare_nodes=0)
@@ -51,7 +51,7 @@ def job_of(resolved: Resolved, precision: str = "") -> Resolved:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Read the command line that the rule writes."""
+    """Parse the command line that the rule writes."""
     parser = argparse.ArgumentParser(description=__doc__)
     cli.add_option(parser, "resolved", cli.RESOLVED)
     cli.add_option(parser, "checkpoint", (Path, "checkpoint in Hub layout, seen by all nodes"))

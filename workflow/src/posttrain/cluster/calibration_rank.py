@@ -1,7 +1,7 @@
-"""A rank that calibrates, as a process: `python -m posttrain.cluster.calibration_rank`.
+"""The process of a calibration rank: `python -m posttrain.cluster.calibration_rank`.
 
-Its place among the ranks comes from the environment (`rendezvous`). Heavy modules are imported in `main`, after the
-arguments are known to be right.
+It reads its rank and the rendezvous from the environment (`rendezvous`). `main` imports heavy modules only after the
+arguments are checked.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from posttrain import cli
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Read the command line that the head wrote."""
+    """Parse the command line that the head wrote."""
     return cli.command_line(
         __doc__,
         config=(Path, "config.resolved.yaml of the ranks"),

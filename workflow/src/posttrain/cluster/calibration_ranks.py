@@ -1,4 +1,4 @@
-"""The ranks of one node that calibrate, as the head wants them (`oneshot_job`)."""
+"""Runs the calibration ranks of one node for the head (`oneshot_job`)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ PROGRAM = "posttrain.cluster.calibration_rank"
 
 
 def run_ranks(head: Head, assignment: dict[str, Any]) -> NoReturn:
-    """Run this node's ranks to their end, and wait until the head says that it is over.
+    """Run this node's ranks until they end, then wait for the head to end the attempt.
 
     Raises:
-        EndedByHead: It has.
+        EndedByHead: The head ended the attempt.
     """
     config = load_resolved(Path(assignment["config_path"]))
     rank, addresses = int(assignment["rank"]), assignment["addresses"]
@@ -32,7 +32,7 @@ def run_ranks(head: Head, assignment: dict[str, Any]) -> NoReturn:
         while any(process.process.poll() is None for process in ranks):
             head.next_message(POLL_SECONDS)
             report(head, [ending for process in ranks if (ending := process.ending())])
-        # One that has failed since the last look is no success.
+        # A rank may have failed since the last poll.
         report(head, [ending for process in ranks if (ending := process.ending())])
         head.tell("done", saved=False)
         wait_for_the_end(head)

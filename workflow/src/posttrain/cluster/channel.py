@@ -1,7 +1,7 @@
-"""Messages between the head of a gang and its nodes: JSON objects, one per line, over TCP.
+"""Messages between a gang's head and its nodes: JSON objects, one per line, over TCP.
 
-The connection also serves as heartbeat: when it closes, the other side has ended. The peer is authenticated
-(`handshake`) before its messages are read.
+The connection also serves as heartbeat: it closes when the other process ends. The peer is authenticated (`handshake`)
+before its messages are read.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-# The longest are stacks and ends of logs: far less.
+# The longest messages, stacks and log tails, are far shorter.
 MAX_MESSAGE_BYTES = 64 << 20
-# An idle connection is probed, so that nothing on its way forgets it, and a host that has vanished is noticed after two
-# minutes: seconds idle, seconds between probes, probes without an answer.
+# TCP keepalive keeps an idle connection in the tables of routers on its path, and detects a vanished host after two
+# minutes: seconds idle, seconds between probes, unanswered probes.
 KEEPALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 6}
-# Between two looks at messages and processes of our own: short against any start, and costs no core.
+# Time between polls of messages and child processes: short compared with any start, and hardly any CPU.
 POLL_SECONDS = 0.2
 
 
 class Channel:
-    """One end of a connection; any thread may send, one receives.
+    """One end of a connection; any thread may send, one thread receives.
 
     Args:
-        connection: Connected.
+        connection: A connected socket.
         other: Name of the peer in the log.
     """
 
@@ -41,11 +41,11 @@ class Channel:
 
     @property
     def own_address(self) -> str:
-        """The address of this host that the other side is connected to."""
+        """The local address of this connection."""
         return str(self._connection.getsockname()[0])
 
     def send(self, kind: str, **content: Any) -> bool:
-        """Send a message; returns whether the other side was there to receive it."""
+        """Send a message; return False if the connection is closed."""
         line = as_line({"kind": kind, **content})
         try:
             with self._lock:
@@ -55,7 +55,7 @@ class Channel:
         return True
 
     def messages(self) -> Iterator[dict[str, Any]]:
-        """Yield messages until the other side disconnects or sends something that is not a message of ours."""
+        """Yield messages until the peer disconnects or sends an invalid message."""
         try:
             with self._connection.makefile("rb") as lines:
                 while line := lines.readline(MAX_MESSAGE_BYTES):
@@ -69,7 +69,7 @@ class Channel:
             log.warning("%s is not listened to any more: %s", self._other, error)
 
     def close(self) -> None:
-        """End the connection; a second call does nothing."""
+        """Close the connection; a second call does nothing."""
         with self._lock:
             try:
                 self._connection.shutdown(socket.SHUT_RDWR)
@@ -80,15 +80,15 @@ class Channel:
 
 
 def as_line(message: dict[str, Any]) -> bytes:
-    """Return a message as it is sent."""
+    """Serialize a message to one line."""
     return json.dumps(message).encode() + b"\n"
 
 
 def from_line(line: bytes) -> dict[str, Any]:
-    """Return the message that a line holds.
+    """Parse a line into a message.
 
     Raises:
-        ValueError: The line holds no message.
+        ValueError: The line is not a message.
     """
     try:
         message = json.loads(line)

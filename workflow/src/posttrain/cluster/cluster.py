@@ -1,7 +1,7 @@
 """JobSets and pods of one Kubernetes namespace, through the official client.
 
-What passes (an overloaded or restarting API server, a cut connection) is asked again, with a limit and a line in the
-log. What does not pass (no permission, no such resource) ends with what to do.
+Transient errors (an overloaded or restarting API server, a closed connection) are retried up to a time limit, with a
+line in the log. Other errors (no permission, no such resource) raise with a remedy.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from posttrain.errors import ConfigError, Problem
 log = logging.getLogger(__name__)
 
 REQUEST_SECONDS = 30.0
-# Between two looks at a JobSet: a run lasts for hours, and the API server belongs to others, too.
+# Time between polls of a JobSet: a run takes hours, and the API server is shared.
 PAUSE_SECONDS = 5.0
-# An API server that is being replaced is back in minutes; the JobSet does not need us meanwhile.
+# Replacing an API server takes minutes, in which the JobSet runs on without us.
 TIMEOUT_SECONDS = 600.0
-# Of the pod that failed first, in the message: what it says last names the cause.
+# Log lines of the first failed pod in the error message: its last lines name the cause.
 LOG_TAIL_LINES = 15
 BAD_REQUEST, NOT_FOUND, CONFLICT, TOO_MANY = 400, 404, 409, 429
 JOBSET_LABEL = "jobset.sigs.k8s.io/jobset-name"
@@ -32,12 +32,12 @@ class Cluster:
     """The JobSets of a namespace, and their pods.
 
     Args:
-        namespace: Where they live.
-        pause_seconds: Between two questions about the same thing.
-        timeout_seconds: An API server that does not answer is asked again for so long.
+        namespace: The namespace.
+        pause_seconds: Time between polls or retries.
+        timeout_seconds: Requests to an API server that does not answer are retried this long.
 
     Raises:
-        ConfigError: When the client is not installed, or finds no cluster.
+        ConfigError: The client is not installed, or finds no cluster.
     """
 
     def __init__(self, namespace: str, pause_seconds: float = PAUSE_SECONDS, timeout_seconds: float = TIMEOUT_SECONDS):
@@ -59,20 +59,20 @@ class Cluster:
         self._where = {"group": GROUP, "version": VERSION, "namespace": namespace, "plural": PLURAL}
 
     def read(self, name: str) -> dict[str, Any] | None:
-        """Return a JobSet; None when there is none of that name."""
+        """Return a JobSet; None if none has that name."""
         read = self._jobsets.get_namespaced_custom_object
         return self._ask(f"read JobSet {name}", read, {NOT_FOUND}, name=name, **self._where)
 
     def create(self, manifest: dict[str, Any]) -> bool:
-        """Create a JobSet; False when one of that name exists: the API server lets only one creator win."""
+        """Create a JobSet; return False if the name exists. Only one of several creators succeeds."""
         what = f"create JobSet {manifest['metadata']['name']}"
         create = self._jobsets.create_namespaced_custom_object
         return self._ask(what, create, {CONFLICT}, body=manifest, **self._where) is not None
 
     def delete(self, jobset: dict[str, Any]) -> None:
-        """Delete this very JobSet with its pods, and wait until it is gone; another one of its name stays."""
+        """Delete the JobSet with this uid and its pods, and wait until it is gone; a new one of its name is kept."""
         name, uid = jobset["metadata"]["name"], jobset["metadata"]["uid"]
-        # Foreground: the name becomes free when the pods are gone.
+        # Foreground deletion frees the name only when the pods are gone.
         options = {"propagationPolicy": "Foreground", "preconditions": {"uid": uid}}
         delete = self._jobsets.delete_namespaced_custom_object
         self._ask(f"delete JobSet {name}", delete, {NOT_FOUND, CONFLICT}, name=name, body=options, **self._where)
@@ -80,7 +80,7 @@ class Cluster:
             time.sleep(self.pause_seconds)
 
     def pods(self, name: str) -> list[Any]:
-        """Return the pods of a JobSet, in the order of their names."""
+        """Return the pods of a JobSet, sorted by name."""
         listed = self._ask(
             f"list the pods of JobSet {name}",
             self._core.list_namespaced_pod,
@@ -91,7 +91,7 @@ class Cluster:
         return sorted(listed.items, key=lambda pod: pod.metadata.name)
 
     def log_tail(self, pod_name: str) -> str:
-        """Return the last lines that a pod's supervisor wrote."""
+        """Return the last lines of a pod's supervisor log."""
         said = self._ask(
             f"read the log of pod {pod_name}",
             self._core.read_namespaced_pod_log,
@@ -104,14 +104,14 @@ class Cluster:
         return "(the node no longer has its log)" if said is None else said
 
     def has_jobsets(self) -> bool:
-        """Return whether the cluster serves JobSets of the version that we write."""
+        """Return whether the cluster serves the JobSet version that we write."""
         served = self._ask(
             "list JobSet's resources", self._jobsets.get_api_resources, {NOT_FOUND}, group=GROUP, version=VERSION
         )
         return served is not None and any(resource.name == PLURAL for resource in served.resources)
 
     def is_allowed(self, verb: str, group: str, resource: str) -> bool:
-        """Return whether the account may do something in the namespace; a subresource is named as in `pods/log`."""
+        """Return whether the account has a right in the namespace; a subresource is written as in `pods/log`."""
         name, _, part = resource.partition("/")
         wanted = {"namespace": self._namespace, "verb": verb, "group": group, "resource": name, "subresource": part}
         review = {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview"}
@@ -120,10 +120,10 @@ class Cluster:
         return bool(said.status.allowed)
 
     def _ask(self, what: str, request: Callable[..., Any], expected: Set[int], **arguments: Any) -> Any:
-        """Return the API server's answer; None for one of the expected refusals (there is none, there is one already).
+        """Return the API server's answer; None for an expected status (not found, conflict).
 
         Raises:
-            RuntimeError: When it refuses otherwise, or has not answered for `timeout_seconds`.
+            RuntimeError: The server returns another error, or did not answer for `timeout_seconds`.
         """
         from urllib3.exceptions import HTTPError
 
@@ -151,9 +151,9 @@ class Cluster:
 
 
 def _connect(kubernetes: Any) -> Any:
-    """Return a client for the cluster that KUBECONFIG names, or in a pod without it for the pod's own."""
+    """Return a client for KUBECONFIG's cluster or, in a pod without KUBECONFIG, for the pod's cluster."""
     settings = kubernetes.client.Configuration()
-    # What is asked again is asked here, with a line in the log.
+    # `_ask` retries, and logs each retry.
     settings.retries = False
     file = os.environ.get("KUBECONFIG")
     try:
@@ -168,7 +168,7 @@ def _connect(kubernetes: Any) -> Any:
 
 
 def _told(error: Any) -> str:
-    """Return the API server's answer without its headers, and the likely cause of a common refusal."""
+    """Return the API server's error without its headers, and the likely cause of common errors."""
     causes = {
         401: "; the credentials of KUBECONFIG or of the service account are not accepted",
         403: "; the account needs get, create and delete on jobsets, and get and list on pods and pods/log",

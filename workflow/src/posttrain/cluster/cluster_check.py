@@ -11,7 +11,7 @@ from posttrain.config.schema import Config
 from posttrain.errors import ConfigError
 from posttrain.plan.preflight.report import Finding, failed, ok, skipped
 
-# (verb, API group, resource): what following a gang takes.
+# (verb, API group, resource): the rights that following a gang requires.
 RIGHTS = (
     *((verb, GROUP, PLURAL) for verb in ("get", "create", "delete")),
     ("list", "", "pods"),
@@ -20,11 +20,11 @@ RIGHTS = (
 
 
 def check_cluster(config: Config, timeout_seconds: float = 30.0) -> list[Finding]:
-    """Check that the cluster answers, serves JobSets, and lets us make them; skipped for other launchers.
+    """Check that the cluster is reachable, serves JobSets, and lets us create them; skipped for other launchers.
 
     Args:
         config: The resolved configuration.
-        timeout_seconds: A cluster that has not answered for so long counts as unreachable.
+        timeout_seconds: A cluster that does not answer for this long is unreachable.
     """
     if config.site.launcher != "kubernetes":
         return [skipped("cluster", f"site.launcher is {config.site.launcher}")]

@@ -3,13 +3,13 @@
     srun OPTIONS apptainer exec ... image.sif env ... python -m posttrain.cluster.node ...
     srun OPTIONS --container-image=image.sqsh ... env ... python -m posttrain.cluster.node ...
 
-So start the supervisors of a gang, and all that they start. The command of any other job starts in the image, too,
-behind the `srun` of Snakemake's executor or one of its own; nodes need no environment but Snakemake's. A rule's
-`container:` would not do: it knows no Pyxis, and takes in what the driver runs by itself.
+Supervisors and their child processes start this way. The command of any other job starts in the image, too, behind the
+`srun` of Snakemake's executor or one of its own, so nodes need only Snakemake's environment. A rule's `container:` does
+not support Pyxis, and would also contain what the driver itself runs.
 
-The image holds the environment, as one file; the workflow's own code comes from the folder of its clone, so that what
-runs is what was planned. Variables of the job, the secrets among them, pass through both runtimes as they are: they
-stand on no command line.
+The image, one file, holds the environment. The workflow's own code comes from its clone, so that the code that runs is
+the code that was planned. The job's variables, secrets included, pass through both runtimes unchanged and never appear
+on a command line.
 
 Sources: apptainer-exec(1), https://apptainer.org/docs/user/main/; Pyxis' options,
 https://github.com/NVIDIA/pyxis/wiki/Usage.
@@ -28,19 +28,19 @@ import posttrain
 from posttrain.config.data import LOCAL_DATA
 from posttrain.config.schema import Config
 
-# Where this package is imported from: `workflow/src` of the clone, in which the scripts lie too.
+# The folder from which this package is imported: `workflow/src` of the clone, which has the scripts, too.
 CODE = Path(posttrain.__file__).resolve().parents[1]
 CLONE = CODE.parents[1]
-# A step beside the one of Snakemake's executor, with all that the job has.
+# A job step that overlaps the step of Snakemake's executor and has all of the job's resources.
 ONE_TASK = ("srun", "--overlap", "--nodes", "1", "--ntasks", "1", "--mem", "0", "--cpu-bind", "none")
 
 
 def srun_options(config: Config, with_disk: bool = True) -> tuple[str, ...]:
-    """Return what a gang's srun gets so that Pyxis starts its tasks in the image; nothing for the other runtimes.
+    """Return the options with which a gang's srun starts its tasks in a Pyxis image; empty for other runtimes.
 
     Args:
-        config: With `site.container`.
-        with_disk: The nodes' own disks are shown.
+        config: Its `site.container` is used.
+        with_disk: Mount the nodes' own disks.
     """
     return _options(config, _mounts(config, *[config.site.node_local] * with_disk))
 
@@ -49,12 +49,12 @@ def wrap(command: Sequence[str], config: Config, with_disk: bool = True) -> tupl
     """Return a command as a gang's srun starts it on a node.
 
     Args:
-        command: Words; the interpreter of this process becomes the image's `python`.
-        config: With `site.container`.
+        command: Words; this process's interpreter is replaced by the image's `python`.
+        config: Its `site.container` is used.
         with_disk: See `srun_options`.
 
     Returns:
-        The command itself where the nodes' own environment is used.
+        The command unchanged if `site.container.runtime` is `none`.
     """
     if config.site.container.runtime == "none":
         return tuple(command)
@@ -63,7 +63,7 @@ def wrap(command: Sequence[str], config: Config, with_disk: bool = True) -> tupl
 
 
 def prefix_of_jobs(config: Config) -> str:
-    """Return what stands before `python` in the shell command of any other job; empty where there is no image."""
+    """Return the prefix of `python` in the shell command of any other job; empty without an image."""
     if config.site.container.runtime == "none":
         return ""
     mounts = _mounts(config)
@@ -72,14 +72,14 @@ def prefix_of_jobs(config: Config) -> str:
 
 
 def make_shared_roots(config: Config) -> None:
-    """Make the folders that all nodes share, if there is an image: runtimes mount only folders that exist."""
+    """Make the folders that all nodes share, if there is an image: runtimes mount only existing folders."""
     if config.site.container.runtime != "none":
         for folder in (config.site.store, config.site.results):
             os.makedirs(folder, exist_ok=True)
 
 
 def _options(config: Config, mounts: Sequence[str]) -> tuple[str, ...]:
-    """Return the options of srun."""
+    """Return srun's options for the image."""
     container = config.site.container
     if container.runtime != "pyxis":
         return ()
@@ -88,7 +88,7 @@ def _options(config: Config, mounts: Sequence[str]) -> tuple[str, ...]:
 
 
 def _entry(config: Config, mounts: Sequence[str]) -> tuple[str, ...]:
-    """Return the words before a command that srun starts."""
+    """Return the words between srun's options and the command."""
     container, inside = config.site.container, ("env", f"PYTHONPATH={CODE}")
     if container.runtime == "pyxis":
         return inside
@@ -98,11 +98,11 @@ def _entry(config: Config, mounts: Sequence[str]) -> tuple[str, ...]:
 
 
 def _mounts(config: Config, *of_the_node: str) -> list[str]:
-    """Return `outside:inside` of what the workflow reads and writes, then what the site adds."""
+    """Return `outside:inside` of the paths that the workflow reads and writes, then the site's own mounts."""
     site, added = config.site, config.site.container.mounts
     own = (Path.cwd(), CLONE, site.store, site.results, *of_the_node, *_sources(config))
     folders = dict.fromkeys(os.path.abspath(str(folder)) for folder in own)
-    # What lies in a folder that is shown needs no mount of its own; between mounts there are no hard links.
+    # A path below a mounted folder needs no mount of its own; hard links cannot cross mounts.
     shown = {*folders, *added}
     widest = [folder for folder in folders if shown.isdisjoint(map(str, Path(folder).parents))]
     return [
@@ -112,11 +112,11 @@ def _mounts(config: Config, *of_the_node: str) -> list[str]:
 
 
 def _sources(config: Config) -> Iterator[str]:
-    """Yield the files and folders that the configuration names beside the workflow's own."""
+    """Yield the files and folders outside the workflow that the configuration names."""
     if config.model.source.kind == "folder":
         yield config.model.source.folder
     if config.data.kind in LOCAL_DATA:
-        # Of a pattern, the folder in which it begins.
+        # For a pattern, its longest folder without wildcards.
         yield from (_fixed_part(name) for name in (config.data.train_file, config.data.heldout_file))
     folders = (config.download.torch_dist_folder, config.export.checkpoint_folder)
     yield from filter(None, (*folders, config.evaluation.lm_eval.task_folder))

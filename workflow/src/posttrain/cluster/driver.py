@@ -1,8 +1,8 @@
-"""How a driver of the workflow ends: the last words on the screen are about what matters, and they are ours.
+"""Prints the failed steps' own error messages last when a driver of the workflow ends.
 
-Snakemake says a failure in its own way: the command with all its arguments, its own exceptions, what it cleans up. The
-step itself has said what is wrong, and what to do, in its log, often screens earlier. So the driver listens to
-Snakemake's log, leaves out what says nothing to a user, and repeats the steps' own words when all is over.
+Snakemake reports a failure with the whole command line, its own exceptions and its cleanup. The step's own error and
+remedy are in its log, often screens earlier. So the driver filters Snakemake's log, hides what does not help a user,
+and repeats the steps' errors at the end.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from posttrain.report.logging import clear_line
 
 log = logging.getLogger(__name__)
 
-# A record as `configure_logging` writes it: time, role if any, level, who speaks.
+# A record in the format of `configure_logging`: time, optional role, level, logger.
 _RECORD = re.compile(r"^\d\d:\d\d:\d\d (?:\[[^\]]*\] )?([DIWEC]) [\w.]+: (.*)$")
-# Exceptions that Snakemake makes of the end of a step's command: the command line again.
+# Exceptions that Snakemake raises for a failed command; they only repeat the command line.
 _OF_A_COMMAND = ("RuleException", "CalledProcessError")
-# What Snakemake says of itself in every run.
+# Snakemake's messages in every run.
 _OF_ITSELF = (
     "Assuming unrestricted shared filesystem usage",
     "Using shell:",
@@ -39,9 +39,9 @@ _OF_ITSELF = (
     "Select jobs to execute",
     "Execute ",
 )
-# The end of a log is read for its last error; progress bars alone make logs of gigabytes.
+# The last error is searched in this much of a log's end: progress bars can make logs of gigabytes.
 _LONGEST_LOG_BYTES = 1 << 20
-# The driver has ended but for this: a mail server that does not answer must not keep it.
+# Notification is the driver's last action: a mail server that does not answer must not block it.
 NOTIFICATION_TIMEOUT_SECONDS = 60.0
 
 
@@ -50,8 +50,8 @@ class FailedStep:
     """A job that failed.
 
     Args:
-        rule: Its rule.
-        log: Where it wrote.
+        rule: The job's rule.
+        log: Its log file.
     """
 
     rule: str
@@ -59,10 +59,10 @@ class FailedStep:
 
 
 class Ending(logging.Filter):
-    """Listens to Snakemake's log and speaks last; one per driver.
+    """A filter of Snakemake's log that prints errors at the end; one per driver.
 
     Args:
-        shows_commands: The user asked for commands: nothing is left out.
+        shows_commands: The user wants to see commands: no record is hidden.
     """
 
     def __init__(self, shows_commands: bool = False) -> None:
@@ -72,16 +72,16 @@ class Ending(logging.Filter):
         self._last_words: list[Callable[[], str]] = []
 
     def watch(self, snakemake_logger: logging.Logger) -> None:
-        """Listen from now on, and speak when the process ends."""
+        """Filter this logger from now on, and print errors at exit."""
         snakemake_logger.addFilter(self)
         atexit.register(self.speak)
 
     def add(self, words: Callable[[], str]) -> None:
-        """Print a text at the end, below what failed: `words` is called only then, and may return "" for nothing."""
+        """Print a text at exit, below the failures; `words` is called only then, and may return ""."""
         self._last_words.append(words)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Remember what failed; tell whether Snakemake's own words are worth showing."""
+        """Record failed jobs; return whether to show Snakemake's record."""
         clear_line()
         event = getattr(record, "event", None)
         if event == LogEvent.JOB_ERROR:
@@ -89,7 +89,7 @@ class Ending(logging.Filter):
             self._failed.append(FailedStep(str(getattr(record, "rule_name", "")), Path(logs[0]) if logs else None))
             if not self._shows_commands:
                 record.shellcmd = None
-        # Where Snakemake itself could not write, it shows its own traceback.
+        # Snakemake shows a traceback if it cannot write its own files.
         error = sys.exc_info()[1] if event == LogEvent.ERROR else None
         if refused := refusal_of(error):
             self.add(lambda: refused)
@@ -101,12 +101,12 @@ class Ending(logging.Filter):
         return not (is_of_a_command or "no backup found" in str(record.msg) or str(record.msg).startswith(_OF_ITSELF))
 
     def words(self) -> list[str]:
-        """Return what failed in the steps' own words and where to read more, and what else was to be said."""
+        """Return each failed step's error with its log path, then the added texts."""
         failed = [f"{step.rule} failed: {message_of(step.log)}" for step in self._failed]
         return [*failed, *(said for last in self._last_words if (said := last()))]
 
     def speak(self) -> None:
-        """Say it; nothing where all went well."""
+        """Print the errors; nothing after a success."""
         if words := self.words():
             from rich.console import Console
             from rich.text import Text
@@ -115,14 +115,14 @@ class Ending(logging.Filter):
 
 
 def notify(command: Sequence[str], run: Path, state: str, words: str) -> None:
-    """Run the site's notification command when a run ends, if there is one; a failure of it is a warning.
+    """Run the site's notification command, if any, when a run ends; log its failure as a warning.
 
     Args:
-        command: Words of the command line; what happened is in its environment, as POSTTRAIN_RUN (the run's folder),
-            POSTTRAIN_STATE and POSTTRAIN_MESSAGE.
+        command: Words of the command line. Its environment has POSTTRAIN_RUN (the run's folder), POSTTRAIN_STATE and
+            POSTTRAIN_MESSAGE.
         run: The run's folder.
         state: "ended", "failed" or "interrupted".
-        words: What failed, in words.
+        words: The errors, as text.
     """
     if not command:
         return
@@ -143,22 +143,22 @@ def notify(command: Sequence[str], run: Path, state: str, words: str) -> None:
 
 
 def refusal_of(error: BaseException | None) -> str:
-    """Tell with a remedy what the machine refused to Snakemake; "" when an error has another reason."""
+    """Return the system error behind Snakemake's failure with a remedy; "" if there was no OSError."""
     while error is not None and not isinstance(error, OSError):
         error = error.__context__
     if error is None:
         return ""
     if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
-        # A failed write names no file.
+        # A failed write has no file name.
         error.filename = str(Path.cwd())
     error.add_note("Snakemake keeps its records where it is started: another folder may be named with `--directory`")
     return explain(error)
 
 
 def message_of(log: Path | None) -> str:
-    """Return a failed step's own words, the last error in its log, and where the log is.
+    """Return the last error in a failed step's log, and the log's path.
 
-    A step that could not write its log has no words: then what its disk refuses now is told, with a remedy.
+    If the step could not write its log, return the disk's current error with a remedy.
     """
     if log is None or not log.exists():
         return "it left no log" + (_refusal_of_disk(log) if log else "")

@@ -1,8 +1,8 @@
-"""What torch remembers of a rank's collectives over NCCL: where it writes it, how it is asked, and how people are told.
+"""torch's flight recorder of NCCL collectives: its output path, how to trigger a dump, and how to read it.
 
-A rank that waits for its GPU hears no signal: torch's own thread reads a pipe, and writes the record. Over gloo there
-is none. Names are those of torch 2.14.1: `TORCH_FR_DUMP_TEMP_FILE` in `FlightRecorder.cpp`, the pipe in
-`ProcessGroupNCCL.hpp`, both in `torch/csrc/distributed/c10d`; torch puts the rank behind each.
+A rank that waits for its GPU handles no signal, so one of torch's threads reads a pipe and writes the record. Gloo has
+no recorder. Names are those of torch 2.14.1: `TORCH_FR_DUMP_TEMP_FILE` in `FlightRecorder.cpp`, the pipe in
+`ProcessGroupNCCL.hpp`, both in `torch/csrc/distributed/c10d`; torch appends the rank to each.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from pathlib import Path
 from posttrain.config.schema import Config
 
 PREFIX, PIPE = "nccl_trace_rank_", "pipe-"
-# torch looks into the pipe once a second, and writes some hundred kilobytes.
+# torch polls the pipe once a second, and writes some hundred kilobytes.
 ANSWER_SECONDS = 4.0
 
 
 def recorder_environment(config: Config, own_folder: Path, folder: Path) -> dict[str, str]:
-    """Return where a rank's torch listens and writes.
+    """Return the environment variables that set a rank's pipe and record path.
 
     Args:
-        config: The resolved configuration; on CPUs nothing is recorded.
-        own_folder: On the node's own disk: gets the pipes.
+        config: The resolved configuration; empty on CPUs, which have no recorder.
+        own_folder: On the node's own disk; gets the pipes.
         folder: Gets the records.
     """
     if config.hardware.device != "cuda":
@@ -35,10 +35,10 @@ def recorder_environment(config: Config, own_folder: Path, folder: Path) -> dict
 
 
 def ask_for_record(own_folder: Path, rank: int) -> bool:
-    """Have torch dump a rank's flight record; returns whether a process listens."""
+    """Trigger a dump of a rank's flight record; return whether a process reads the pipe."""
     try:
         descriptor = os.open(own_folder / f"{PIPE}{rank}.pipe", os.O_WRONLY | os.O_NONBLOCK)
-    except OSError:  # no pipe, or nobody has opened its other end
+    except OSError:  # no pipe, or no reader
         return False
     try:
         return os.write(descriptor, b"1") == 1
@@ -47,13 +47,13 @@ def ask_for_record(own_folder: Path, rank: int) -> bool:
 
 
 def record_of(folder: Path, rank: int) -> Path | None:
-    """Return what torch has written of a rank, because it was asked or because a collective took too long."""
+    """Return the path of a rank's record, written on request or after a collective's timeout; None without one."""
     path = folder / f"{PREFIX}{rank}"
     return path if path.exists() and path.stat().st_size else None
 
 
 def describe_records(records: Sequence[Path]) -> str:
-    """Return where records of one folder are and how they are read; empty where there are none."""
+    """Return a message with the records' folder and the command that reads them; empty without records."""
     if not records:
         return ""
     folder = records[0].parent

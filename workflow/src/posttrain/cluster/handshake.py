@@ -1,8 +1,8 @@
-"""Mutual authentication of two processes of a gang, before either reads much from the other.
+"""Mutual authentication of two processes of a gang.
 
-Both know a secret, which is never sent. The connecting side sends its name and a random challenge; the listening side
-does the same; then each proves knowledge of the secret over the whole exchange. A proof is valid for one side of one
-connection only, so it cannot be replayed.
+Both have the secret, which is never sent. The connecting process sends its name and a random challenge, and the
+listening process sends its challenge. Each then sends an HMAC of the whole exchange. A proof is valid for one role in
+one connection, so it cannot be replayed.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from posttrain.cluster.channel import Channel, as_line, from_line
 
 log = logging.getLogger(__name__)
 
-# In the environment of a process that the head has started.
+# Environment variable of processes that the head starts.
 SECRET_VARIABLE = "POSTTRAIN_GANG_SECRET"
-# A head with a full backlog takes connections when it is scheduled again; a host that is gone never answers.
+# A head with a full backlog accepts once it is scheduled again; a host that is gone never answers.
 CONNECT_SECONDS = 30.0
 # Seconds after which an unauthenticated peer is disconnected.
 GREETING_SECONDS = 30.0
-# A name, an address, a challenge and a proof take 300.
+# A name, an address, a challenge and a proof take 300 bytes.
 MAX_GREETING_BYTES = 4096
-# Strangers at a time, a thread each: all nodes of the largest gang may come at once. Who is too many takes the place of
-# the one that has come first.
+# Unauthenticated connections at a time, one thread each: all nodes of the largest gang may connect at once. A further
+# connection closes the oldest.
 MAX_STRANGERS = 256
-# Hosts named in the log, because any number may connect.
+# Limits the hosts in the log, because any number may connect.
 MAX_NAMED = 10
-# Without file descriptors, asking at once would only fill the log.
+# Without free file descriptors, an immediate retry would only fill the log.
 ACCEPT_AGAIN_SECONDS = 1.0
 LISTENS, CONNECTS = "listens", "connects"
 
@@ -46,13 +46,13 @@ class HandshakeError(ConnectionError):
 
 
 class Reception:
-    """Listens at one address and admits peers that prove the secret.
+    """Listens on one address and admits peers that prove the secret.
 
     Args:
-        host: Address to listen at.
-        secret: Of the gang.
+        host: Address to listen on.
+        secret: The gang's secret.
         is_awaited: Returns whether a peer of this name may join.
-        receive: Called for each, in a thread of its own, with what it said of itself and the channel to it.
+        receive: Called for each peer in its own thread, with the peer's hello message and its channel.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Reception:
             try:
                 connection, (host, *_) = self._listener.accept()
             except OSError as error:
-                if self._is_open:  # no file descriptor is left, for example
+                if self._is_open:  # for example, no free file descriptor
                     self._name("somebody", error)
                     time.sleep(ACCEPT_AGAIN_SECONDS)
                 continue
@@ -92,11 +92,11 @@ class Reception:
             threading.Thread(target=self._greet, args=(connection, str(host)), daemon=True).start()
 
     def _greet(self, connection: socket.socket, host: str) -> None:
-        """Let one in, or send it away."""
+        """Authenticate one connection, or close it."""
         try:
             hello = self._hear(connection)
             channel = Channel(connection, hello["who"])
-        # What can be read at the last possible depth may be too deep to be written again.
+        # JSON at the parser's depth limit may be too deep to serialize again.
         except (OSError, ValueError, RecursionError) as error:
             self._name(host, error)
             connection.close()
@@ -104,11 +104,11 @@ class Reception:
         finally:
             with contextlib.suppress(ValueError):
                 self._strangers.remove(connection)
-        channel.send("welcome")  # before anybody can send another message
+        channel.send("welcome")  # before any other message
         self._receive(hello, channel)
 
     def _hear(self, connection: socket.socket) -> dict[str, Any]:
-        """Return a peer's authenticated description of itself."""
+        """Return the hello message of an authenticated peer."""
         deadline, challenge = time.monotonic() + GREETING_SECONDS, _challenge()
         hello = _read(connection, deadline)
         if not isinstance(hello.get("who"), str):
@@ -131,13 +131,13 @@ def join(address: str, secret: str, who: str, **about: Any) -> Channel:
     """Return a channel to the head at "host:port".
 
     Args:
-        address: Where it listens.
-        secret: Of the gang.
+        address: Address of the head.
+        secret: The gang's secret.
         who: Name of this process.
-        about: What else the head should know; JSON types.
+        about: Further fields of the hello message; JSON types.
 
     Raises:
-        OSError: Nobody answers, the peer does not know the secret, or it does not expect this process.
+        OSError: The peer does not answer, does not know the secret, or does not expect this process.
     """
     host, _, port = address.rpartition(":")
     connection = socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS)
@@ -177,7 +177,7 @@ def _check(answer: dict[str, Any], side: str, secret: str, hello: dict[str, Any]
 
 
 def _read(connection: socket.socket, deadline: float) -> dict[str, Any]:
-    """Read one message from an unauthenticated peer, and nothing after it."""
+    """Read one message from an unauthenticated peer, and no byte after it."""
     line = bytearray()
     while not line.endswith(b"\n"):
         if len(line) == MAX_GREETING_BYTES:

@@ -1,12 +1,12 @@
-"""Detects hanging ranks, from each rank's position, and from all stacks when no rank moves.
+"""Detects hanging ranks from the position of each rank, and from all stacks if no rank moves.
 
-All ranks of a step go through the same phases and meet in collectives, so one that stops blocks the others, in the same
-phase or the next. A phase may take ten times its longest duration so far, at least a minute and a half, but never
-longer than `launch.hang_timeout_seconds`. The same holds between two marks within a phase (`rank_progress`) if no rank
-passes its next one. Rollouts and evaluations have no limit, because engines and graders have their own deadlines; the
-rank that waits for them reports that it is alive. The first run of a phase, which may compile kernels, and the wait for
-a checkpoint, which depends on the rollout that hides it, have no known duration: both may take up to the limit, but not
-a minute and a half in which no rank uses its processor.
+All ranks of a step go through the same phases and meet in collectives, so a rank that stops blocks the others in the
+same or the next phase. The timeout of a phase is ten times its longest duration so far, at least 90 s and at most
+`launch.hang_timeout_seconds`. The same timeout applies between two marks within a phase (`rank_progress`) if no rank
+passes its next mark. Rollouts and evaluations have no limit, because engines and graders have their own deadlines; the
+rank that waits for them reports that it is alive. Two phases have no known duration: the first run of a phase may
+compile kernels, and the wait for a checkpoint depends on the rollout that overlaps it. Both may take up to the limit,
+but no longer than 90 s in which no rank uses its processor.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from dataclasses import dataclass, field
 from posttrain.plan.sizing.phases import PHASES
 from posttrain.report.rank_progress import BEGIN_SAVE, EVALUATION, ROLLOUT, SHARE_ROLLOUT
 
-# How long they take depends on storage, and on how much of a save a rollout has hidden.
+# Their duration depends on storage, and on how much of a save a rollout overlaps.
 SAVES = ("save", BEGIN_SAVE)
-# Longer than a shared file system that stands still for a minute; and ten times, because steps with longer samples, a
-# garbage collection or a busy neighbour make a phase some times longer, but a hang for ever.
+# A shared file system may stall for a minute, so 90 s. Longer samples, a garbage collection or a busy neighbour
+# lengthen a phase a few times, so a factor of ten.
 TIMEOUT_FACTOR, SHORTEST_TIMEOUT_SECONDS = 10.0, 90.0
 ENGINES_WORK = (EVALUATION, ROLLOUT)
 _ORDER = [EVALUATION, ROLLOUT, SHARE_ROLLOUT, *(name for name in PHASES if name != ROLLOUT), BEGIN_SAVE]
-# Frames of torch's collectives and of Megatron's exchange between pipeline stages, in a stack of `faulthandler`.
+# Frames of torch's collectives and of Megatron's pipeline exchange in a stack of `faulthandler`.
 _COLLECTIVE = re.compile(r'File "[^"]*/(?:distributed_c10d|p2p_communication)\.py", line \d+ in ([a-z]\w*)')
 _WRAPPER = "wrapper"
 
@@ -37,11 +37,11 @@ class Position:
     Args:
         step: From 0.
         phase: Name of the phase.
-        seconds: For how long.
-        is_idle: It has not used its processor for `SHORTEST_TIMEOUT_SECONDS`.
-        marks: That it has passed in the phase.
-        still: For how long it has passed no mark, in seconds.
-        usual: The longest that this took before, in seconds; below 0: unknown.
+        seconds: Seconds since the phase began.
+        is_idle: The rank has not used its processor for `SHORTEST_TIMEOUT_SECONDS`.
+        marks: Number of marks passed in this phase.
+        still: Seconds since the last mark.
+        usual: The longest earlier duration to the next mark in seconds; negative: unknown.
     """
 
     step: int
@@ -54,7 +54,7 @@ class Position:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Its place in the order of all phases of all steps."""
+        """The position in the order of all phases of all steps."""
         return self.step, _ORDER.index(self.phase)
 
 
@@ -71,17 +71,17 @@ class HangWatch:
     _last: dict[int, Position] = field(default_factory=dict)
 
     def observe(self, positions: Mapping[int, Position]) -> str | None:
-        """Return what is wrong, or None.
+        """Return a description of the hang, or None.
 
         Args:
-            positions: Of every rank that is in a step.
+            positions: Rank -> its position, for every rank in a step.
         """
         for rank, position in positions.items():
             before = self._last.get(rank)
             if before and before.place != position.place:
                 self._longest[before.phase] = max(self._longest.get(before.phase, 0.0), before.seconds)
             if before and before.step < position.step:
-                # What was passed between two looks took no longer than the time between them.
+                # A phase that began and ended between two polls took less than one poll interval.
                 self._longest = dict.fromkeys(_ORDER, 0.0) | self._longest
         self._last = dict(positions)
         if not positions:
@@ -102,7 +102,7 @@ class HangWatch:
         return None
 
     def _patience(self, position: Position) -> float:
-        """Return how long a rank may take from one mark to the next."""
+        """Return the timeout from one mark to the next, in seconds."""
         if position.usual < 0 or position.phase in (*ENGINES_WORK, *SAVES):
             return self.limit_seconds
         return self._at_most(position.usual)
@@ -119,19 +119,19 @@ class HangWatch:
 
 
 def waiting_in(stack: str) -> str | None:
-    """Return the collective or exchange that a stack waits in; None when it is in none.
+    """Return the collective or exchange in which a stack waits; None outside of any.
 
     Args:
-        stack: Text from "Current thread" on, the innermost frame first.
+        stack: Text after "Current thread", innermost frame first.
     """
     return next((name for name in _COLLECTIVE.findall(stack) if name != _WRAPPER), None)
 
 
 def describe_stacks(stacks: Mapping[int, str | None], node_of: Mapping[int, str]) -> str:
-    """Return which ranks wait in which collective, and last the ranks that do not: the suspects.
+    """Return which ranks wait in which collective, then the suspects: the ranks that wait in none.
 
     Args:
-        stacks: Rank -> its stack; None where it did not answer.
+        stacks: Rank -> its stack; None if it did not answer.
         node_of: Rank -> its node.
     """
     waiting: dict[str, list[int]] = {}

@@ -1,4 +1,4 @@
-"""The head of a gang as a node or a waiting pod sees it."""
+"""A node's or waiting pod's connection to the gang's head."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import Any
 from posttrain.cluster.channel import Channel
 from posttrain.rl.training import graceful_shutdown
 
-# Fifteen have to be missing before a node counts as silent (`launch.node_silence_seconds`: 30), and who wants to know
-# whether a pod is there waits no longer than for the next.
+# A node counts as silent after 15 missing beats (`launch.node_silence_seconds`: 30). A check for a pod waits for at
+# most one beat.
 BEAT_SECONDS = 2.0
 
 
 class EndedByHead(Exception):
-    """The head has said that the attempt is over, or is gone itself."""
+    """The head ended the attempt, or is gone."""
 
 
 class Head:
-    """A connection to the head: receives its messages, sends ours, and regularly a sign of life.
+    """Receives the head's messages, sends ours, and sends regular heartbeats.
 
     Args:
-        channel: To the head.
-        when_gone: Called in another thread when the head is gone without having said that the attempt is over.
+        channel: Connection to the head.
+        when_gone: Called in another thread if the head disconnects without ending the attempt.
     """
 
     def __init__(self, channel: Channel, when_gone: Callable[[], None] = lambda: None):
@@ -36,7 +36,7 @@ class Head:
         threading.Thread(target=self._beat, daemon=True).start()
 
     def next_message(self, seconds: float) -> dict[str, Any] | None:
-        """Return what it says next, None when nothing comes in time.
+        """Return the head's next message, or None after a timeout.
 
         Raises:
             EndedByHead: The attempt is over.
