@@ -1,4 +1,4 @@
-"""The preflight of a gang, as its head sees it: all nodes are asked and compared, those that are unfit are named."""
+"""The head's preflight of a gang: it queries all nodes, compares their answers, and names the unfit ones."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ CLOCK, FACTS, REACH, LINKS, KV_TRANSFER = "clock", "facts", "reach", "links", "k
 FILE_NAME = "preflight.json"
 
 Ask = Callable[..., Mapping[str, dict[str, Any]]]
-"""`ask(kind, **content)`: have every node answer, and return the answers by name, in the order of ranks."""
+"""`ask(kind, **content)` sends a request to every node and returns node -> answer, in the order of ranks."""
 
 
 class UnfitNodesError(RuntimeError):
-    """Nodes that should not train.
+    """Some nodes are unfit to train.
 
     Args:
-        unfit: Node -> why.
+        unfit: Node -> reasons.
     """
 
     def __init__(self, unfit: Unfit):
@@ -43,7 +43,7 @@ class UnfitNodesError(RuntimeError):
 
 
 def describe_unfit(unfit: Unfit, config: Config) -> str:
-    """Return what is wrong with each node, and what to do, for people."""
+    """Return a message with each unfit node's reasons and a remedy."""
     found = "".join(f"\n  {name}: {', '.join(reasons)}" for name, reasons in unfit.items())
     ways_out = {
         "slurm": f", or site.slurm.extra_options: ['--exclude={','.join(unfit)}']",
@@ -53,21 +53,21 @@ def describe_unfit(unfit: Unfit, config: Config) -> str:
 
 
 def must_inspect(config: Config, names: Sequence[str]) -> bool:
-    """Return whether there is something to look at: GPUs, or links between nodes."""
+    """Return whether the preflight is enabled and there are GPUs, or links between nodes, to test."""
     return config.launch.preflight and (len(names) > 1 or config.hardware.device == "cuda")
 
 
 def inspect(ask: Ask, config: Config, addresses: Mapping[str, str], folder: Path) -> None:
-    """Look at all nodes of an attempt.
+    """Run the preflight on all nodes of an attempt.
 
     Args:
-        ask: Reaches them.
+        ask: Sends a request to every node and returns the answers.
         config: The resolved configuration.
-        addresses: Where they reach one another, by name, in the order of ranks.
-        folder: Of the attempt; gets `preflight.json`, also when nodes are unfit.
+        addresses: Node -> its address for other nodes, in the order of ranks.
+        folder: Folder of the attempt; gets `preflight.json`, also if nodes are unfit.
 
     Raises:
-        UnfitNodesError: Naming them.
+        UnfitNodesError: Some nodes are unfit.
     """
     started = time.monotonic()
     found: dict[str, Any] = {}
@@ -99,7 +99,7 @@ def inspect(ask: Ask, config: Config, addresses: Mapping[str, str], folder: Path
 
 
 def _clock_offsets(ask: Ask) -> dict[str, float]:
-    """Return by how many seconds each node's clock is at least ahead of this one's, negative: behind, 0: not known."""
+    """Return a lower bound of each clock's offset from this one's in seconds; negative: behind, 0: within the error."""
     before = time.time()
     told = {name: float(answer["seconds"]) for name, answer in ask(CLOCK).items()}
     after = time.time()

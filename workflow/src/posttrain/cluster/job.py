@@ -1,4 +1,4 @@
-"""A training job as the head of a gang sends it to its nodes."""
+"""A training job in the form that the gang's head sends to its nodes."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from posttrain.store import read_receipt
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """What a job trains and from which paths; all nodes see every path except `node_local`.
+    """A training job and its paths; all nodes see every path except `node_local`.
 
     Args:
         config_path: The resolved configuration.
         run_folder: `train/`: checkpoints, rollouts, metrics, attempts.
         torch_dist: Initial weights of the ranks.
-        torch_dist_receipt: Their receipt.
-        rollout_weights: What the engines load first.
-        rollout_receipt: Their receipt.
-        node_local: Where copies lie on a node's own disk, with `{node}` for its name.
-        arguments: Command line of a trainer rank without configuration, weights, engine addresses and lease.
+        torch_dist_receipt: The receipt of `torch_dist`.
+        rollout_weights: Weights that the engines load first.
+        rollout_receipt: The receipt of `rollout_weights`.
+        node_local: Folder of copies on a node's own disk, with `{node}` for the node's name.
+        arguments: Arguments of a trainer rank except configuration, weights, engine addresses and lease.
     """
 
     config_path: Path
@@ -44,7 +44,7 @@ class TrainingJob:
         Args:
             config: The resolved configuration.
             rank: The node's number in the job, from 0.
-            name: Its name.
+            name: The node's name.
         """
         return NodeWeights(
             config,
@@ -62,7 +62,7 @@ class TrainingJob:
 
     @staticmethod
     def from_dict(content: Mapping[str, Any]) -> TrainingJob:
-        """Return what `as_dict` was made of."""
+        """Return the job of a dict from `as_dict`."""
         names = [field.name for field in dataclasses.fields(TrainingJob)]
         values: dict[str, Any] = {
             name: tuple(content[name]) if name == "arguments" else Path(content[name]) for name in names

@@ -1,22 +1,21 @@
-"""A gang as a Kubernetes JobSet: what is written here is what is applied, and nothing else decides it.
+"""Renders a gang as a Kubernetes JobSet: the manifest that is applied depends on nothing else.
 
-One replicated job of N indexed pods, one pod per node, each with all GPUs of its node. A pod runs the command that the
-rule would run on the machine itself, in the folder in which Snakemake runs, and finds its place among the others in
-its environment:
+One replicated job of N indexed pods, one pod per node, each with all GPUs of its node. A pod runs the same command as
+the rule on a single machine, in Snakemake's folder. Its environment has:
 
 | variable | value |
 |---|---|
 | `POSTTRAIN_NODE_RANK` | the pod's completion index |
 | `POSTTRAIN_NUM_NODES` | N |
 | `POSTTRAIN_NODE_NAME` | the node that it runs on |
-| `POSTTRAIN_POD_ADDRESS` | its IP address, that of its node where it uses the node's network |
+| `POSTTRAIN_POD_ADDRESS` | its IP address, or its node's on the host network |
 
-Who starts again, and who does not:
+Restarts:
 
-- The first pod is the gang's head. Where it ends with exit code 1 it has said why and has tried what it could: the
-  JobSet fails at once. The others end with 0 when they have lost it.
-- A pod that is evicted, killed for memory, or lost with its node: all pods go and start again, at most `max_restarts`
-  times. The head that notices ends with exit code 75. JobSet makes the new ones only when the old ones are gone.
+- The first pod is the gang's head. Exit code 1 means that it reported an error that a restart would not fix: the JobSet
+  fails at once. The other pods exit with 0 when they lose the head.
+- After a pod is evicted, killed for memory or lost with its node, the head exits with 75, and JobSet restarts all pods,
+  at most `max_restarts` times. It creates the new pods only when the old ones are gone.
 
 Sources: JobSet's API v1alpha2 (https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2/), its failure policy
 (https://jobset.sigs.k8s.io/docs/tasks/failure_policy/), Kueue's queue label
@@ -46,22 +45,22 @@ QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 OWNER_LABEL, OWNER = "app.kubernetes.io/managed-by", "posttrain"
 RUN_ANNOTATION = "posttrain/run-folder"
 JOB, CONTAINER = "nodes", "supervisor"
-# What `posttrain.cli` ends with when it has told the user what to do: the same start would end the same way.
+# Exit code of `posttrain.cli` after an error with a remedy: a restart would fail in the same way.
 EXIT_OF_A_REFUSAL = 1
-# Any other: all pods start again. This one is sysexits.h's for what may work later.
+# With any other code all pods restart. This one is sysexits.h's EX_TEMPFAIL.
 EXIT_TO_START_AGAIN = 75
-# So long a finished JobSet and its pods' logs can be looked at.
+# Kubernetes keeps a finished JobSet and its pods' logs this long.
 KEPT_SECONDS = 24 * 3600
-# A pod's name is `{JobSet}-nodes-0-{index}-{5 letters}`, of at most 63 characters.
+# A pod's name is `{JobSet}-nodes-0-{index}-{5 letters}`, at most 63 characters long.
 _LONGEST_NAME = 63 - len(f"-{JOB}-0-9999-abcde")
 
 
 def jobset_name(run_folder: Path, log_path: Path) -> str:
-    """Return the name of a step's JobSet, so that one step of one run has one JobSet, whoever starts it.
+    """Return the name of a step's JobSet: the same for every driver that starts this step of this run.
 
     Args:
-        run_folder: Tells runs of the same name apart.
-        log_path: `logs/{rule}/{run}.log`, or `logs/{rule}/{run}.{part}.log`: it tells steps of a run apart.
+        run_folder: Distinguishes runs of the same name.
+        log_path: `logs/{rule}/{run}.log`, or `logs/{rule}/{run}.{part}.log`: distinguishes the steps of a run.
 
     Example:
         `logs/train/glm5-1a2b3c4d.log` gives `glm5-1a2b3c4d-train-grpo-` and 8 digits of a digest.
@@ -74,7 +73,7 @@ def jobset_name(run_folder: Path, log_path: Path) -> str:
 
 
 def check_mounted(folder: Path, config: Config) -> list[Problem]:
-    """Return the problem of a folder that pods would not see."""
+    """Return a problem if the pods do not mount a folder."""
     volumes = config.site.kubernetes.volumes
     if any(folder.is_relative_to(volume.partition("=")[0]) for volume in volumes):
         return []
@@ -87,10 +86,10 @@ def render(config: Config, run_folder: Path, log_path: Path, command: Sequence[s
 
     Args:
         config: The resolved configuration.
-        run_folder: Says whose it is.
-        log_path: The rule's log; each node writes one beside it.
-        command: What a pod runs, as words; its first one is found on the image's PATH.
-        num_nodes: Pods.
+        run_folder: The run that owns the JobSet.
+        log_path: The rule's log; each node writes a log in the same folder.
+        command: The pod's command, as words; the first is looked up in the image's PATH.
+        num_nodes: Number of pods.
     """
     kubernetes, name = config.site.kubernetes, jobset_name(run_folder, log_path)
     pod = _pod(config, command, _environment(config, log_path, num_nodes))
@@ -125,7 +124,7 @@ def _job(config: Config, pod: dict[str, Any], num_nodes: int) -> dict[str, Any]:
         "completionMode": "Indexed",
         "completions": num_nodes,
         "parallelism": num_nodes,
-        # A gang misses every pod: the first that is lost ends the job, and JobSet starts it again as a whole.
+        # A gang needs every pod: losing one fails the job, and JobSet restarts all pods.
         "backoffLimit": 0,
         "podFailurePolicy": {
             "rules": [
@@ -146,13 +145,13 @@ def _pod(config: Config, command: Sequence[str], environment: list[dict[str, Any
     pod: dict[str, Any] = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": kubernetes.grace_seconds,
-        # As process 1 a supervisor would not hear SIGTERM, and an evicted pod would train on until it is killed.
+        # Process 1 would ignore SIGTERM, so an evicted pod would train on until it is killed.
         "shareProcessNamespace": True,
         "containers": [
             {
                 "name": CONTAINER,
                 "image": kubernetes.image,
-                # Kubernetes would take $(NAME) for a variable.
+                # Kubernetes would expand $(NAME).
                 "command": [word.replace("$(", "$$(") for word in command],
                 "workingDir": os.getcwd(),
                 "env": environment,
@@ -187,7 +186,7 @@ def _environment(config: Config, log_path: Path, num_nodes: int) -> list[dict[st
     }
     plain = {
         NUM_NODES: str(num_nodes),
-        # Kubernetes puts in the values of variables that stand above.
+        # Kubernetes expands variables that are defined earlier in the list.
         LOG_VARIABLE: str(log_path.with_suffix(f".node$({NODE_RANK}){log_path.suffix}")),
         "PYTHONPATH": str(CODE),
     }
@@ -200,7 +199,7 @@ def _environment(config: Config, log_path: Path, num_nodes: int) -> list[dict[st
 
 
 def _resources(config: Config) -> dict[str, Any]:
-    """Return requests and limits, which are equal: a pod that competes with neighbours would slow all others down."""
+    """Return requests and limits, which are equal: a pod that shares resources would slow down all others."""
     amounts = _pairs(config.site.kubernetes.resources)
     if config.hardware.device == "cuda":
         amounts = {config.site.kubernetes.gpu_resource: str(config.hardware.gpus_per_node)} | amounts
@@ -225,5 +224,5 @@ def _toleration(taint: str) -> dict[str, str]:
 
 
 def _pairs(items: Sequence[str]) -> dict[str, str]:
-    """Return `NAME=VALUE` texts as a mapping."""
+    """Parse `NAME=VALUE` texts to a dict."""
     return {name: value for name, _, value in (item.partition("=") for item in items)}

@@ -1,7 +1,7 @@
-"""One step's JobSet from its creation to its end: made once, followed by whoever asks, and no other is touched.
+"""Creates a step's JobSet, or attaches to it, and follows it to its end; never touches any other JobSet.
 
-A JobSet's name is the step's and the run's. Who finds one that runs follows it, so a driver that died, or a second
-one, never starts a second training. A driver that ends leaves it alone; the user's Ctrl-C deletes it.
+The name identifies the step and the run. A driver that finds the JobSet running follows it, so a restarted or second
+driver never starts a second training. A driver that dies leaves the JobSet running; Ctrl-C deletes it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ COMPLETED, FAILED = "Completed", "Failed"
 
 
 def run_to_end(cluster: Cluster, manifest: dict[str, Any]) -> None:
-    """Create the JobSet, or find the one that runs, and wait for its end.
+    """Create the JobSet, or attach to the running one, and wait until it ends.
 
     Args:
-        cluster: The namespace it lives in.
-        manifest: What `jobset.render` made.
+        cluster: Client of the JobSet's namespace.
+        manifest: From `jobset.render`.
 
     Raises:
-        RuntimeError: When it failed, with the pod that failed first and the end of its log; when somebody deleted it;
-            when its name is taken by what is not ours, or runs with other settings.
+        RuntimeError: The JobSet failed (with the first failed pod and its log's end), was deleted, runs with other
+            settings, or has an owner other than this run.
     """
     name = manifest["metadata"]["name"]
     try:
@@ -36,7 +36,7 @@ def run_to_end(cluster: Cluster, manifest: dict[str, Any]) -> None:
     except KeyboardInterrupt:
         found = cluster.read(name)
         if found is not None:
-            # An interrupt may come before anybody has looked whose it is.
+            # Ctrl-C may come before the owner is checked.
             _check_ours(found, manifest)
             log.warning("deleting JobSet %s", name)
             cluster.delete(found)
@@ -95,7 +95,7 @@ def _check_ours(found: dict[str, Any], manifest: dict[str, Any]) -> None:
 
 
 def _end(jobset: dict[str, Any]) -> str | None:
-    """Return how a JobSet ended, None while it has not."""
+    """Return how a JobSet ended, None if it has not."""
     conditions = jobset.get("status", {}).get("conditions", [])
     ended = [one["type"] for one in conditions if one["type"] in (COMPLETED, FAILED) and one["status"] == "True"]
     return ended[0] if ended else None
@@ -110,7 +110,7 @@ def _command(jobset: dict[str, Any]) -> list[str]:
 
 
 def _describe(jobset: dict[str, Any], pods: list[Any]) -> str:
-    """Return where a JobSet stands, in a few words."""
+    """Return a short description of a JobSet's state."""
     if jobset["spec"].get("suspend"):
         queue = jobset["metadata"].get("labels", {}).get(QUEUE_LABEL)
         return f"waits in Kueue's queue {queue}" if queue else "is suspended"
@@ -121,7 +121,7 @@ def _describe(jobset: dict[str, Any], pods: list[Any]) -> str:
 
 
 def _waits_for(pod: Any) -> str | None:
-    """Return why a pod does not run yet, where Kubernetes says it."""
+    """Return Kubernetes' reason why a pod does not run yet, if it gives one."""
     for container in pod.status.container_statuses or []:
         if container.state.waiting and container.state.waiting.reason != "ContainerCreating":
             waiting = container.state.waiting
@@ -133,7 +133,7 @@ def _waits_for(pod: Any) -> str | None:
 
 
 def _describe_failure(cluster: Cluster, jobset: dict[str, Any], pods: list[Any]) -> str:
-    """Return why a JobSet failed: what it says, and the pod that ended first with an error."""
+    """Return why a JobSet failed: its message, the first failed pod, and the end of that pod's log."""
     name = jobset["metadata"]["name"]
     said = next(one.get("message", "") for one in jobset["status"]["conditions"] if one["type"] == FAILED)
     failed = sorted((found for pod in pods if (found := _exit_of(pod))), key=lambda pair: pair[0].finished_at)
@@ -148,7 +148,7 @@ def _describe_failure(cluster: Cluster, jobset: dict[str, Any], pods: list[Any])
 
 
 def _exit_of(pod: Any) -> tuple[Any, Any] | None:
-    """Return (how the supervisor ended, its pod) for a pod that ended with an error."""
+    """Return (supervisor's terminated state, pod) of a failed pod, else None."""
     for container in pod.status.container_statuses or []:
         state = container.state.terminated
         if container.name == CONTAINER and state is not None and state.exit_code != 0:

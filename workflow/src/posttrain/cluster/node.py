@@ -1,8 +1,8 @@
-"""The supervisor of one node: `python -m posttrain.cluster.node`, started by the head of the gang.
+"""The supervisor of one node: `python -m posttrain.cluster.node`, started by the gang's head.
 
-It answers the preflight's questions, makes sure that the node's own copy is right, starts the node's engines and
-trainer ranks, the engines of an evaluation alone or the ranks of a calibration, tells the head when anything of them
-ends, and alone ends them: when the head says so, and when the head is gone. Its life is one attempt.
+It runs the preflight's measurements, prepares the node's copy of the weights, and starts engines and trainer ranks, or
+only engines for an evaluation, or only calibration ranks. It reports to the head when one of them ends. It ends them
+when the head sends "stop" or disconnects. One supervisor serves one attempt.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ from posttrain.rl.training import graceful_shutdown
 
 log = logging.getLogger(__name__)
 
-# What a node can be asked to be part of.
+# Messages that assign a node its part.
 ASSIGNMENTS = ("assign", "serve", "calibrate")
-# Of an engine in a step.
+# Restarts of one engine in one step.
 MOST_RESTARTS = 3
-# That ranks have begun a rollout is known here by then: they tell their node, that the head, and that this one.
+# By then the phase "rollout" has reached this node: it travels from the ranks to their node, the head and here.
 NEWS_SECONDS = 1.0
 
 
@@ -63,9 +63,9 @@ class NodeSupervisor:
     """One attempt on one node.
 
     Args:
-        head: Says what to do.
-        assignment: Which part of which job.
-        secret: Of the gang.
+        head: Connection to the head.
+        assignment: The head's assignment: job, rank, names, addresses, folder.
+        secret: The gang's secret.
     """
 
     def __init__(self, head: Head, assignment: dict[str, Any], secret: str):
@@ -77,18 +77,18 @@ class NodeSupervisor:
         self._folder, self._first_port = Path(assignment["folder"]), int(assignment["first_port"])
         self._weights = self._job.weights_of(self._config, self._rank, self._names[self._rank])
         self._finished = int(assignment["finished"])
-        # Before the first rollout engines get all of their weights from the trainer where a run is resumed, and where
-        # they have slept while it loaded.
+        # Engines can start without weights if the trainer sends all weights before the first rollout: in a resumed run,
+        # and if the engines slept while the trainer loaded.
         self._starts_empty = self._finished > 0 or not engines_load(self._config)
         self._engines = NodeEngines(self._config, self._rank, self._addresses, self._first_port)
-        # How often an engine was started again in a step.
+        # (engine's URL, step) -> restarts.
         self._restarts: Counter[tuple[str, int]] = Counter()
 
     def run(self) -> None:
-        """Run this node's part to its end.
+        """Run this node's part of the attempt.
 
         Raises:
-            EndedByHead: Before it was done.
+            EndedByHead: The head ended the attempt.
         """
         folder, secret = self._folder, self._engine_secret
         with (
@@ -117,7 +117,7 @@ class NodeSupervisor:
 
     @property
     def _model_folder(self) -> Path:
-        """Where engines find config, tokenizer and, unless they start empty, weights."""
+        """Checkpoint folder of the engines: config, tokenizer and, unless they start empty, weights."""
         rollout = self._weights.rollout
         return rollout.folder if self._finished else self._weights.folder_of(rollout)
 
@@ -147,7 +147,7 @@ class NodeSupervisor:
         ]
 
     def _serve(self, engines: Sequence[EngineProcess]) -> NoReturn:
-        """Watch engines where no rank is; the head tells in which phase ranks are, and when the attempt is over."""
+        """Watch the engines of a node without ranks; the head sends the ranks' phase."""
         position: dict[str, Any] | None = None
         last_well = time.monotonic()
         while True:
@@ -175,23 +175,23 @@ class NodeSupervisor:
             for url in filter(None, [rank.silent_engine() for rank in ranks]):
                 self._head.tell("silent", url=url)
             positions = {rank.rank: rank.position() for rank in ranks}
-            # Another phase at once: when the first step began is what a start has taken, and nodes without ranks start
-            # engines again in a rollout alone.
+            # Report a new phase at once: the first step's begin measures the start, and nodes without ranks restart
+            # engines only in a rollout.
             if _places(positions) != before or time.monotonic() > next_report:
                 next_report, before = time.monotonic() + BEAT_SECONDS, _places(positions)
                 self._head.tell("positions", ranks=positions)
             self._start_again(engines, positions)
             report(self._head, [*ended_engines(engines), *_ended_ranks(ranks)])
-        # One that has failed since the last look is no success.
+        # A rank may have failed since the last poll.
         report(self._head, _ended_ranks(ranks))
         self._head.tell("done", saved=any(rank.has_saved for rank in ranks))
         wait_for_the_end(self._head)
 
     def _start_again(self, engines: Sequence[EngineProcess], positions: Mapping[int, dict[str, Any] | None]) -> None:
-        """Start engines again that have ended in a rollout, in which rank 0 waits for them; nowhere else.
+        """Restart engines that ended during a rollout, while rank 0 waits for them.
 
-        In other phases the trainer may have their GPUs. An engine of several nodes has processes elsewhere, which end
-        with the attempt, and one that ends time and again in a step has a reason.
+        In other phases the trainer may use their GPUs. Engines on several nodes are not restarted, because their other
+        processes end with the attempt, nor are engines that were restarted `MOST_RESTARTS` times in this step.
         """
         if len(places := _places(positions)) != 1:
             return
@@ -206,14 +206,14 @@ class NodeSupervisor:
 
 
 def _ask_to_end(ranks: Sequence[RankProcess]) -> None:
-    """Have rank 0, if it is here, save at the end of its step and end; it takes the others along."""
+    """Signal rank 0, if it is on this node, to save at the end of its step and end; the other ranks follow."""
     for rank in ranks:
         if rank.rank == 0:
             rank.process.send_signal(signal.SIGUSR1)
 
 
 def _places(positions: Mapping[int, dict[str, Any] | None]) -> set[tuple[int, str]]:
-    """Return the steps and phases in which ranks are."""
+    """Return the (step, phase) pairs of the ranks."""
     return {(position["step"], position["phase"]) for position in positions.values() if position}
 
 
@@ -223,7 +223,7 @@ def _stacks(ranks: Sequence[RankProcess]) -> dict[int, str | None]:
 
 
 def _records(ranks: Sequence[RankProcess]) -> list[str]:
-    """Have the collectives of ranks written down, and return the files; none over gloo."""
+    """Dump the ranks' flight records, and return the files; none with gloo."""
     asked = [rank for rank in ranks if rank.ask_for_record()]
     deadline = time.monotonic() + ANSWER_SECONDS
     while not all(rank.record() for rank in asked) and time.monotonic() < deadline:
@@ -232,7 +232,7 @@ def _records(ranks: Sequence[RankProcess]) -> list[str]:
 
 
 def _end_silent(engines: Sequence[EngineProcess], url: str) -> None:
-    """End the engine that does not answer, if it is on this node; it is then handled as any engine that has ended."""
+    """Kill the engine that does not answer, if it is on this node; its end is then handled like any other."""
     for engine in engines:
         if engine.url == url and not engine.has_ended:
             log.warning("the engine at %s does not answer any more: it is ended", url)
@@ -245,7 +245,7 @@ def _ended_ranks(ranks: Sequence[RankProcess]) -> list[Ending]:
 
 @contextmanager
 def told_to(head: Head) -> Iterator[None]:
-    """Tell the head why this node cannot go on; what is wrong with files or settings is wrong on the next try too."""
+    """Report an error of this node to the head; errors of files or settings would recur in the next attempt."""
     try:
         yield
     except (CheckpointError, ConfigError, RuntimeError, OSError) as error:
@@ -256,13 +256,13 @@ def told_to(head: Head) -> Iterator[None]:
 
 
 def _end_at_once() -> None:
-    """Without a head nothing may go on: ranks and engines end with this process."""
+    """Kill this process, and with it its ranks and engines: they must not run without a head."""
     log.error("the head is gone")
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main() -> None:
-    """Report to the head, and do what it says is this node's part."""
+    """Connect to the head and run this node's assignment."""
     arguments = parse_arguments()
     secret = os.environ.pop(SECRET_VARIABLE)
     channel = join(arguments.head, secret, arguments.name)
@@ -284,7 +284,7 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Read the command line that the head wrote."""
+    """Parse the command line that the head wrote."""
     return cli.command_line(
         __doc__,
         head=(str, "host:port of the head"),
@@ -294,7 +294,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    graceful_shutdown.block()  # before there is another thread, which would take the signal
+    graceful_shutdown.block()  # before any other thread, which would receive the signal
     _arguments = parse_arguments()
     os.environ[LOG_VARIABLE] = str(_arguments.log_folder / f"node-{_arguments.name}.log")
     cli.run(main, role=f"node {_arguments.name}")

@@ -1,4 +1,4 @@
-"""The engines of one node, or its parts of engines that span several: in training, and in an evaluation."""
+"""The engines of one node, or its parts of engines on several nodes, in training and in an evaluation."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ from posttrain.rl.engines.launch_command import EngineCommand, render_engine_com
 from posttrain.rl.engines.ports import choose_free_ports
 from posttrain.rl.engines.process import EngineProcess, engine_ports, started_engines
 
-# Ports of a job, of the hundred that `slurm` gives it: engines from the first on, then the meeting points of engines
-# that span nodes, then those of engines that prefill and engines that decode, then the ranks'.
+# Offsets in the job's hundred ports (`slurm`): engines begin at 0, then come the rendezvous of engines on several
+# nodes, the bootstrap ports of prefill engines, and the ranks' rendezvous.
 MEETING_OFFSET, BOOTSTRAP_OFFSET, RENDEZVOUS_OFFSET = 60, 80, 90
 
 
 class NodeEngines:
-    """How the engines of a node are started.
+    """Builds the launch commands of a node's engines.
 
     Args:
         config: The resolved configuration.
         rank: The node's number in the job.
-        addresses: Of all nodes.
-        first_port: Of the job; 0: free ones are chosen.
+        addresses: Addresses of all nodes.
+        first_port: First port of the job; 0: use free ports.
     """
 
     def __init__(self, config: Config, rank: int, addresses: Sequence[str], first_port: int):
         self._config, self._rank, self._addresses, self._first_port = config, rank, addresses, first_port
-        # Where those answer whose first node this is, and which of them are on this node alone.
+        # URLs of engines whose first node this is, and URLs of engines on this node only.
         self.urls: dict[int, str] = {}
         self.alone: set[str] = set()
 
     def commands(self, model_folder: Path, without_weights: bool = False) -> dict[int, EngineCommand]:
-        """Return how each is started, by its number in the job.
+        """Return engine index -> launch command.
 
         Args:
             model_folder: Checkpoint in Hub layout.
             without_weights: See `render_engine_command`.
         """
         parts, host = engines_on_node(self._config, self._rank), self._addresses[self._rank]
-        # Where nodes are pods of one host, a part that nobody asks must not have the port of the one that answers.
+        # If nodes are pods on one host, parts of an engine that serve no requests must not use its first node's port.
         shift = max((part.node_rank for part in parts), default=0) % MEETING_OFFSET
         first = self._first_port and self._first_port + shift
         ports = engine_ports(self._config, [part.index for part in parts], host, first)
@@ -77,21 +77,21 @@ class NodeEngines:
 
 
 def secret_of_engines(secret: str) -> str:
-    """Return the secret that a gang's engines require, derived from the gang's own: each node computes it itself."""
+    """Return the engines' secret, which each node derives from the gang's secret."""
     return hmac.digest(secret.encode(), b"engines", "sha256").hex()
 
 
 def serve(head: Head, assignment: dict[str, Any], secret: str) -> NoReturn:
-    """Run this node's engines for a command of the head's until that says that it is over.
+    """Run this node's engines until the head ends the attempt.
 
     Raises:
-        EndedByHead: It has.
+        EndedByHead: The head ended the attempt.
     """
     config, folder = load_resolved(Path(assignment["config_path"])), Path(assignment["folder"])
     rank, addresses = int(assignment["rank"]), assignment["addresses"]
     of_node = NodeEngines(config, rank, addresses, int(assignment["first_port"]))
     commands = of_node.commands(Path(assignment["checkpoint"]))
-    # An engine that spans nodes has a log on each.
+    # An engine on several nodes has a log on each.
     with started_engines(commands, folder / f"node{rank}", secret_of_engines(secret)) as engines:
         head.tell("engines", urls=of_node.urls)
         while True:
@@ -100,7 +100,7 @@ def serve(head: Head, assignment: dict[str, Any], secret: str) -> NoReturn:
 
 
 def ended_engines(engines: Sequence[EngineProcess]) -> list[Ending]:
-    """Return which engines have ended."""
+    """Return the engines that ended."""
     endings = []
     for engine in engines:
         try:
@@ -111,13 +111,13 @@ def ended_engines(engines: Sequence[EngineProcess]) -> list[Ending]:
 
 
 def report(head: Head, endings: Sequence[Ending]) -> None:
-    """Tell the head what has ended, and wait for it to end the rest."""
+    """Report endings to the head, and wait for it to end the attempt."""
     if endings:
         head.tell("ended", endings=[ending.as_dict() for ending in endings])
         wait_for_the_end(head)
 
 
 def wait_for_the_end(head: Head) -> NoReturn:
-    """Do nothing until the head ends this attempt."""
+    """Wait until the head ends this attempt."""
     while True:
         head.next_message(POLL_SECONDS)

@@ -1,7 +1,7 @@
-"""Supervisors on nodes: started from here, heard, looked at and ended; what training and a preflight by itself share.
+"""Starts, monitors and ends the supervisors of nodes; the base of training attempts, preflights and one-shot jobs.
 
-Which of several endings is the cause is decided here: where a node is gone, ranks on other nodes fail because of it,
-and a rank that was killed takes others along.
+It also decides which of several endings is the cause: a lost node makes ranks on other nodes fail, and so does a killed
+rank.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from posttrain.cluster.ranks import Ending
 from posttrain.config.schema import Config
 from posttrain.errors import CheckpointError
 
-# After the first bad message: what arrives in this time may be its cause.
+# Time to wait for further messages after the first failure, because a later one may be its cause.
 SETTLE_SECONDS = 1.0
-# Nodes have this long to end what they run: ranks, then engines, `processes.GRACE_SECONDS` each, and their families.
+# Time in which nodes end ranks, then engines (`processes.GRACE_SECONDS` each) and their child processes.
 END_SECONDS = 25.0
 NODE_LOST_ORDER = -1
 
 
 class AttemptFailedError(RuntimeError):
-    """An attempt ended before the training was done; another may do better.
+    """An attempt ended before training was done; another attempt may succeed.
 
     Args:
-        reason: What happened, for people.
-        suspects: Allocation that may be gone.
+        reason: What happened.
+        suspects: Nodes that may be lost.
     """
 
     def __init__(self, reason: str, suspects: Sequence[str] = ()):
         super().__init__(reason)
         self._reason, self.suspects = reason, list(suspects)
-        # Those of the suspects that are.
+        # The suspects that are lost.
         self.lost_nodes: list[str] = []
 
     def __str__(self) -> str:
@@ -53,11 +53,11 @@ class Member:
     """A node of the gang.
 
     Args:
-        name: Its name.
-        address: Where others reach it.
-        channel: To its supervisor.
-        heard: When it last said something (monotonic seconds).
-        messages: Its messages by kind, the last of each.
+        name: The node's name.
+        address: The node's address for other nodes.
+        channel: Connection to the node's supervisor.
+        heard: Time of the node's last message (monotonic seconds).
+        messages: The last message of each kind.
     """
 
     name: str
@@ -67,16 +67,16 @@ class Member:
     messages: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def has_told(self, kind: str) -> bool:
-        """Return whether it has sent such a message."""
+        """Return whether the node has sent a message of this kind."""
         return kind in self.messages
 
 
 class NodeGroup:
-    """A context manager around supervisors of nodes: all that it starts ends with the block.
+    """A context manager around supervisors of nodes; their processes end with the block.
 
     Args:
         config: The resolved configuration.
-        nodes: Where processes are started.
+        nodes: The allocation that starts processes.
         names: The nodes, in the order of ranks.
         folder: Gets the logs.
     """
@@ -102,7 +102,7 @@ class NodeGroup:
         deadline = time.monotonic() + END_SECONDS
         while self._started.is_running() and not self._are_gone() and time.monotonic() < deadline:
             self._take_messages()
-        # What does not end by now ends with its connection.
+        # Supervisors that still run end when their connection closes.
         for member in self._members.values():
             member.channel.close()
         self._started.end()
@@ -110,13 +110,13 @@ class NodeGroup:
     def _are_gone(self) -> bool:
         return all(member.has_told("gone") for member in self._members.values())
 
-    # ---- what all do ----
+    # ---- requests to all nodes ----
 
     def form_group(self) -> None:
-        """Return when the supervisors of all nodes have reported.
+        """Wait until the supervisors of all nodes have connected.
 
         Raises:
-            AttemptFailedError: Naming those that have not.
+            AttemptFailedError: A supervisor did not connect; the message names its node.
         """
         deadline = time.monotonic() + self._config.launch.node_start_timeout_seconds
         while missing := [name for name in self._names if name not in self._members]:
@@ -127,7 +127,7 @@ class NodeGroup:
                 raise AttemptFailedError(f"no supervisor started on {', '.join(missing)}", missing)
 
     def _assign(self, kind: str, **content: Any) -> list[Member]:
-        """Assign each node its part; returns the nodes in the order of ranks."""
+        """Send each node its assignment; return the members in the order of ranks."""
         members = [self._members[name] for name in self._names]
         same = {
             "addresses": [member.address for member in members],
@@ -139,15 +139,15 @@ class NodeGroup:
         return members
 
     def inspect(self, config_path: Path, node_local: Path) -> None:
-        """Inspect all nodes.
+        """Run the preflight on all nodes.
 
         Args:
             config_path: The resolved configuration, seen by all nodes.
-            node_local: Where copies lie on a node's own disk, with `{node}` for its name.
+            node_local: Folder of copies on a node's own disk, with `{node}` for the node's name.
 
         Raises:
-            UnfitNodesError: Naming them.
-            AttemptFailedError: A node was lost meanwhile.
+            UnfitNodesError: Some nodes are unfit.
+            AttemptFailedError: A node was lost during the preflight.
         """
         job = {"config_path": str(config_path), "node_local": str(node_local)}
         deadline = time.monotonic() + self._config.launch.preflight_timeout_seconds
@@ -169,24 +169,24 @@ class NodeGroup:
     def _wait_for_all(
         self, kind: str, meanwhile: Callable[[], None] = lambda: None, names: Sequence[str] | None = None
     ) -> None:
-        """Return when nodes have told something: all, or those of the names; whatever ends anywhere is noticed."""
+        """Wait until all nodes, or the given ones, have sent a message; raise if anything ends on any node."""
         while not all(self._members[name].has_told(kind) for name in names or self._names):
             self._take_messages()
             meanwhile()
             self._check_members()
 
     def _check_members(self) -> None:
-        """Raise where something has ended anywhere, a node refuses what it should do, or is not heard any more."""
+        """Raise if anything ended, or if a node rejected its assignment or is silent."""
         if any(member.has_told("ended") or member.has_told("gone") for member in self._members.values()):
             self._raise_cause()
         if refusal := next((m for m in self._members.values() if m.has_told("refused")), None):
             raise CheckpointError(self._with_node(refusal, refusal.messages["refused"]["reason"]))
         self._check_silence()
 
-    # ---- what nodes say ----
+    # ---- messages from nodes ----
 
     def _take_messages(self) -> None:
-        """Wait a little for messages, and file them with the nodes that sent them."""
+        """Wait at most one poll interval for a message, and store it with its sender."""
         try:
             name, message = self._inbox.get(timeout=POLL_SECONDS)
         except queue.Empty:
@@ -200,16 +200,16 @@ class NodeGroup:
     def _check_silence(self) -> None:
         limit = self._config.launch.node_silence_seconds
         silent = [m.name for m in self._members.values() if time.monotonic() - m.heard > limit]
-        # Where this process itself stood still, what was said meanwhile has yet to be taken.
+        # If this process itself was suspended, messages may wait in the inbox.
         if silent and self._inbox.empty():
             raise AttemptFailedError(f"nothing was heard of {', '.join(silent)} for {limit:g} s", silent)
 
     def _raise_cause(self) -> None:
-        """Wait for what else comes in, and raise the likeliest cause of all of it.
+        """Wait for further messages, then raise the likeliest cause.
 
         Raises:
-            AttemptFailedError: Another attempt may do better.
-            CheckpointError: It would not.
+            AttemptFailedError: Another attempt may succeed.
+            CheckpointError: Another attempt would fail, too.
         """
         deadline = time.monotonic() + SETTLE_SECONDS
         while time.monotonic() < deadline:
@@ -229,7 +229,7 @@ class NodeGroup:
         return reason if len(self._names) == 1 else f"on {member.name}: {reason}"
 
     def _listen(self, hello: dict[str, Any], channel: Channel) -> None:
-        """Pass on what one node says."""
+        """Put one node's messages into the inbox."""
         name = hello["who"]
         self._inbox.put((name, {**hello, "channel": channel}))
         for message in channel.messages():

@@ -1,4 +1,4 @@
-"""The preflight on one node: its answers to the questions of `cluster.inspection`."""
+"""The preflight on one node: answers to the requests of `cluster.inspection`."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from posttrain.plan.preflight import kv_transfer
 from posttrain.plan.preflight.node import inspect_node, transport_environment, transport_python
 from posttrain.rl.engines.ports import choose_free_ports
 
-# A node that drops packets instead of refusing them would be waited for as long as TCP tries: two minutes. Several at
-# a time, so that some of those do not make the whole preflight late.
+# A node that drops packets would block for TCP's own timeout, two minutes. Connections are tested in parallel, so that
+# a few such nodes do not delay the whole preflight.
 CONNECT_SECONDS = 10.0
 NUM_CONNECTORS = 16
 
 
 class NodeInspection:
-    """Answers what the head asks.
+    """Answers the head's preflight requests.
 
     Args:
-        name: This node's.
-        address: Where others reach it.
-        log_folder: Of the attempt, seen by all nodes.
-        next_message: `Head.next_message`: what the head says next; raises when the attempt is over.
-        secret: Of the gang.
+        name: This node's name.
+        address: This node's address for other nodes.
+        log_folder: Folder of the attempt, seen by all nodes.
+        next_message: `Head.next_message`; raises when the attempt is over.
+        secret: The gang's secret.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class NodeInspection:
         self._listener: socket.socket | None = None
 
     def answer(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Return the content of an answer."""
+        """Return the content of the answer to one request."""
         answers = {
             CLOCK: self._clock,
             FACTS: self._facts,
@@ -84,7 +84,7 @@ class NodeInspection:
         return {"unreachable": [name for name, ok in zip(question["names"], reached, strict=True) if not ok]}
 
     def _links(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Run one process per GPU; without GPUs one, which is enough to measure the rates of a core."""
+        """Run one process per GPU, or one process without GPUs, which suffices to measure a core's rates."""
         assert self._listener, "facts come first"
         self._listener.close()
         config, names = load_resolved(Path(question["config_path"])), question["names"]
@@ -104,7 +104,7 @@ class NodeInspection:
     def _transfer(self, question: dict[str, Any]) -> dict[str, Any]:
         """Run one process in the engines' environment."""
         config = load_resolved(Path(question["config_path"]))
-        # Without its own folder on the path, where modules of ours have names like others'.
+        # -P keeps the script's folder off the path: some of its modules have the names of others.
         command = [transport_python(config), "-P", kv_transfer.__file__, "--device", config.hardware.device]
         command += ["--backend", config.engine.pd.transfer_backend, "--places", json.dumps(question["places"])]
         command += ["--place", str(question["names"].index(self._name))]
@@ -112,13 +112,13 @@ class NodeInspection:
         return {"results": results}
 
     def _run(self, command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> list[list[dict[str, Any]]]:
-        """Run a process with each of the environments; what one has printed before it broke off counts."""
+        """Run one process per environment; return the JSON lines of each, also of one that failed midway."""
         with tempfile.TemporaryDirectory(prefix="preflight-") as name:
             outputs = [Path(name) / str(place) for place in range(len(environments))]
             processes = [self._start(command, *pair) for pair in zip(environments, outputs, strict=True)]
             try:
                 while any(process.poll() is None for process in processes):
-                    self._next_message(POLL_SECONDS)  # the head ends what takes too long
+                    self._next_message(POLL_SECONDS)  # raises when the head's time limit is over
             finally:
                 end_processes(processes, 0)
             return [_read(output) for output in outputs]
@@ -138,6 +138,6 @@ def _can_connect(place: Sequence[Any]) -> bool:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of JSON of a process; libraries may have printed others."""
+    """Return the JSON lines of a process's output; libraries may print other lines."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]

@@ -1,4 +1,4 @@
-"""Where a gang runs, and how a process gets onto its nodes: this machine, or the nodes of a scheduler's job."""
+"""The nodes of a gang and how processes start on them: this machine, or the nodes of a scheduler's job."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from posttrain.cluster.processes import end_processes, start_child
 from posttrain.rl.engines.ports import LOOPBACK, OWN_PORTS
 
 FIRST_PORT = OWN_PORTS[0]
-# What the head has told to end is about to; srun ends a moment after the last of its tasks.
+# The supervisors are already ending; srun ends a moment after its last task.
 PROCESS_END_SECONDS = 3.0
 
 
@@ -23,73 +23,73 @@ class NodesLostError(RuntimeError):
 
 
 class Started(Protocol):
-    """A command that was started on nodes."""
+    """A command that was started on several nodes."""
 
     def is_running(self) -> bool:
-        """Return whether it runs on any of them; False as soon as it cannot end well because a node is gone."""
+        """Return whether it runs on any node; False once a lost node or a failure makes success impossible."""
 
     def end(self) -> None:
-        """Wait for an end that is near, and end what then still runs."""
+        """Wait briefly for the command to end, then end it."""
 
 
 class StartedHere:
-    """A command that processes of this machine run, or have others run on other nodes.
+    """A command run by processes of this machine, some of which (srun) run it on other nodes.
 
     Args:
-        processes: Each for nodes of its own.
+        processes: One process per group of nodes.
     """
 
     def __init__(self, processes: Sequence[psutil.Popen]):
         self.processes = list(processes)
 
     def is_running(self) -> bool:
-        """Return whether any of them runs; False where one has failed."""
+        """Return whether any process runs; False once one has failed."""
         codes = [process.poll() for process in self.processes]
         return None in codes and not any(codes)
 
     def end(self) -> None:
-        """Wait for an end that is near, and end what then still runs: who waits for a dead node never would."""
+        """Wait briefly for the processes to end, then end them: srun would wait for a dead node for ever."""
         psutil.wait_procs(self.processes, timeout=PROCESS_END_SECONDS)
         end_processes(self.processes, PROCESS_END_SECONDS)
 
 
 class Scheduler(Protocol):
-    """Runs the job in which training runs, and may start it again."""
+    """The scheduler of this process's job; may restart it."""
 
     job: str
-    """Its name for the job, the same after it was requeued; empty without a scheduler."""
+    """The scheduler's name of the job, unchanged by a requeue; empty without a scheduler."""
 
     def job_is_alive(self, job: str) -> bool | None:
-        """Return whether it runs a job or will; None where it cannot tell."""
+        """Return whether a job runs or is queued; None if unknown."""
 
     def end_is_near(self, seconds: float) -> bool:
-        """Return whether it ends the job within so many seconds; asked all the time."""
+        """Return whether the job ends within a number of seconds; called in every poll."""
 
     def requeue(self, after: str = "") -> None:
-        """Give the nodes back and have the job started again later; does not return.
+        """Release the nodes and restart the job later; does not return.
 
         Args:
-            after: Another job that has to end first, as its lease names it.
+            after: Holder of the lease, a job that has to end first.
 
         Raises:
-            RuntimeError: The site does not allow it, with what to do instead.
-            SystemExit: The job is started again because of this process's exit code.
+            RuntimeError: The site does not allow it; the message has a remedy.
+            SystemExit: This process's exit code makes the scheduler restart the job.
         """
 
     def give_back(self) -> None:
-        """End what was asked of it for the run beside this job; only who holds the lease may."""
+        """Cancel the run's other jobs (spare nodes); only the lease's holder may call this."""
 
 
 class NoScheduler:
-    """Nobody starts the job again."""
+    """No scheduler: the job is never restarted."""
 
     job = ""
 
     def job_is_alive(self, job: str) -> None:
-        """Return None: nobody can be asked."""
+        """Return None: there is no scheduler to query."""
 
     def end_is_near(self, seconds: float) -> bool:
-        """Return False: nobody ends the job."""
+        """Return False: there is no time limit."""
         return False
 
     def requeue(self, after: str = "") -> None:
@@ -97,26 +97,26 @@ class NoScheduler:
         raise RuntimeError("run the same command again to go on")
 
     def give_back(self) -> None:
-        """Do nothing: nothing was asked for."""
+        """Do nothing: there are no other jobs."""
 
 
 class Allocation(Protocol):
     """The nodes that a training job may use."""
 
     address: str
-    """Where the head listens."""
+    """Address on which the head listens."""
     first_port: int
-    """Ports from here on are the job's; 0: free ones are chosen."""
+    """First of the job's ports; 0: use free ports."""
 
     @property
     def scheduler(self) -> Scheduler:
-        """The scheduler that gave the nodes."""
+        """The scheduler of the allocation."""
 
     def choose(self, count: int) -> list[str]:
-        """Return the names of the nodes that train, the ranks' order.
+        """Return the names of the nodes that train, in the order of ranks.
 
         Raises:
-            NodesLostError: Fewer are left.
+            NodesLostError: Fewer nodes are left.
         """
 
     def start(
@@ -125,24 +125,24 @@ class Allocation(Protocol):
         """Start a command once on each of the nodes.
 
         Args:
-            names: Of the nodes.
-            command: Program and arguments, the same on all.
+            names: Names of the nodes.
+            command: Program and arguments, the same on all nodes.
             environment: Variables to add.
-            log_path: What the starting itself has to say.
+            log_path: Gets the output of the launcher itself.
         """
 
     def check(self, names: Sequence[str]) -> list[str]:
-        """Return which of these nodes do not answer, and do not choose them again."""
+        """Return the nodes that do not answer, and never choose them again."""
 
     def leave_out(self, names: Sequence[str]) -> None:
-        """Do not choose these nodes again, although they answer."""
+        """Never choose these nodes again, although they answer."""
 
 
 class ThisMachine:
     """One machine without a scheduler.
 
     Args:
-        name: What its node-local copy is called.
+        name: Names this machine, and with it the folder of its node-local copy.
     """
 
     address, first_port, scheduler = LOOPBACK, 0, NoScheduler()
@@ -154,7 +154,7 @@ class ThisMachine:
         """Return this machine.
 
         Raises:
-            NodesLostError: It was left out.
+            NodesLostError: The machine was left out.
         """
         assert count == 1, f"{count} nodes on one machine"
         if self._is_left_out:
@@ -168,30 +168,30 @@ class ThisMachine:
         return start_here([[*command, "--name", *names]], environment)
 
     def check(self, names: Sequence[str]) -> list[str]:
-        """Return nothing: this machine answers."""
+        """Return an empty list: this machine answers."""
         return []
 
     def leave_out(self, names: Sequence[str]) -> None:
-        """Choose nothing any more."""
+        """Make `choose` raise from now on."""
         self._is_left_out = True
 
 
 def start_here(
     commands: Sequence[Sequence[str]], environment: Mapping[str, str], stdout: IO[bytes] | None = None
 ) -> StartedHere:
-    """Start processes of this machine that end with the thread that starts them.
+    """Start processes on this machine that end with the thread that starts them.
 
     Args:
         commands: Program and arguments of each.
         environment: Variables to add.
-        stdout: Where their output goes; None: where ours goes.
+        stdout: Destination of their output; None: this process's stdout.
     """
     variables = {**os.environ, **environment}
     return StartedHere([start_child(command, env=variables, stdout=stdout) for command in commands])
 
 
 def interface_address(interface: str) -> str:
-    """Return this host's IPv4 address on an interface; of its own name where none is given.
+    """Return this host's IPv4 address on an interface; without an interface, the address of its host name.
 
     Raises:
         RuntimeError: There is no such interface, or it has no address.

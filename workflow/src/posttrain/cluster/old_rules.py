@@ -1,4 +1,4 @@
-"""Names that rules had in the version before: rejected with the new one, since Snakemake would take them for files."""
+"""Rejects rule names of the previous version with the new name; Snakemake would take the old ones for files."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from posttrain.store.format_versions import CURRENT_RULES
 
 
 def find_old_rules(words: Sequence[str], resources: Any) -> list[Problem]:
-    """Return the problem of each old name on a command line, or in a profile's threads and resources.
+    """Return a problem for each old name on the command line, or in a profile's threads and resources.
 
     Args:
-        words: Of the command line.
+        words: Words of the command line.
         resources: `workflow.resource_settings`.
     """
     named = [word.replace("=", ":").partition(":")[0] for word in words]
@@ -21,7 +21,7 @@ def find_old_rules(words: Sequence[str], resources: Any) -> list[Problem]:
 
 
 def find_old_rules_of_dag(dag: Any) -> list[Problem]:
-    """Return the problem of each old name that a profile gives for `--until`, `--omit-from` or `--forcerun`.
+    """Return a problem for each old name in a profile's `--until`, `--omit-from` or `--forcerun`.
 
     Args:
         dag: `workflow.dag_settings`, which Snakemake sets once it has read the Snakefile.

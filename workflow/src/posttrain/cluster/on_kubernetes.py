@@ -1,7 +1,7 @@
 """Run a rule's command on the nodes of a cluster: `python -m posttrain.cluster.on_kubernetes ... -- python ...`.
 
-It applies the step's JobSet, or finds it, and ends when it ends. The rule's command stands behind `--`, and each pod
-runs it as it is.
+It creates the step's JobSet, or attaches to it, and ends when the JobSet ends. Each pod runs the rule's command, the
+words after `--`, unchanged.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Read the command line that the rule writes."""
+    """Parse the command line that the rule writes."""
     parser = argparse.ArgumentParser(description=__doc__)
     cli.add_option(parser, "resolved", cli.RESOLVED)
     parser.add_argument("--num-nodes", type=int, required=True, help="pods")

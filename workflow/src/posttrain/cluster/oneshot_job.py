@@ -1,7 +1,7 @@
-"""What the nodes of a job do once, together: ranks that calibrate, or engines for one command. All end with it.
+"""A job that its nodes run once together: calibration ranks, or engines for one command.
 
-Nothing is tried again inside the job. A node tells the head where its engines answer, or where its ranks could meet,
-and then what has ended.
+Nothing is retried inside the job. Each node sends the head its engines' URLs or a port for the ranks' rendezvous, and
+later what has ended.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 def config_path_of(folder: Path) -> Path:
-    """Return where the configuration of a gang lies, which all nodes see."""
+    """Return the path of a gang's configuration, which all nodes see."""
     return folder / "config.resolved.yaml"
 
 
@@ -36,14 +36,14 @@ class OneshotJob(NodeGroup):
     @classmethod
     @contextmanager
     def of_this_job(cls, resolved: Resolved, folder: Path) -> Iterator[Self]:
-        """Start supervisors on as many of the job's nodes as a configuration has, and end them with the block.
+        """Start supervisors on the configured number of the job's nodes, and end them with the block.
 
         Args:
-            resolved: Of what the nodes do.
-            folder: Of this job alone, seen by all nodes; gets the logs.
+            resolved: The configuration of the nodes' work.
+            folder: This job's own folder, seen by all nodes; gets the logs.
 
         Raises:
-            AttemptFailedError: With the nodes that are lost.
+            AttemptFailedError: A node, engine or rank ended; `lost_nodes` names the lost nodes.
         """
         config = resolved.config
         write_text(config_path_of(folder), dump_resolved(resolved))
@@ -58,14 +58,14 @@ class OneshotJob(NodeGroup):
             raise
 
     def run_ranks(self, command: Sequence[str]) -> None:
-        """Return when all ranks that calibrate are done.
+        """Run calibration ranks until all are done.
 
         Args:
-            command: Arguments of a rank, but for the configuration.
+            command: Arguments of a rank, except the configuration.
 
         Raises:
-            AttemptFailedError: A rank or a node ended, or a node was not heard.
-            CheckpointError: A rank refuses what it should read.
+            AttemptFailedError: A rank or a node ended, or a node is silent.
+            CheckpointError: A rank rejects its input.
         """
         self.form_group()
         config_path = str(config_path_of(self._folder))
@@ -76,15 +76,15 @@ class OneshotJob(NodeGroup):
         self._wait_for_all("done")
 
     def run_beside_engines(self, checkpoint: Path, command: Sequence[str]) -> int:
-        """Start engines, run a command that asks them, and return its exit code.
+        """Start engines, run a command that queries them, and return its exit code.
 
         Args:
-            checkpoint: What they serve, in Hub layout, seen by all nodes.
+            checkpoint: The engines' checkpoint in Hub layout, seen by all nodes.
             command: Program and arguments.
 
         Raises:
-            AttemptFailedError: An engine or a node ended, or a node was not heard.
-            CheckpointError: A node refuses what it should start.
+            AttemptFailedError: An engine or a node ended, or a node is silent.
+            CheckpointError: A node rejects the checkpoint or settings.
         """
         self.form_group()
         process = start_child(command, env={**os.environ, **self._start_engines(checkpoint)})
@@ -93,7 +93,7 @@ class OneshotJob(NodeGroup):
                 self._take_messages()
                 self._check_members()
             deadline = time.monotonic() + SETTLE_SECONDS
-            # Who asks an engine that is gone ends, too: what has ended there is the cause.
+            # A lost engine makes the command fail, too; the engine's end is the cause.
             while process.returncode and time.monotonic() < deadline:
                 self._take_messages()
                 self._check_members()
@@ -102,7 +102,7 @@ class OneshotJob(NodeGroup):
         return int(process.returncode)
 
     def _start_engines(self, checkpoint: Path) -> Mapping[str, str]:
-        """Start the engines without waiting until they are ready; return the environment that names them."""
+        """Start the engines without waiting until they are ready; return their URLs as environment variables."""
         members = self._assign("serve", config_path=str(config_path_of(self._folder)), checkpoint=str(checkpoint))
         self._wait_for_all("engines")
         urls = {int(index): url for member in members for index, url in member.messages["engines"]["urls"].items()}

@@ -1,4 +1,4 @@
-"""Which engines, or parts of one, run on which node. Pure arithmetic."""
+"""Placement of engines, or parts of one engine, on nodes. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class EnginePart:
 
     Args:
         index: Number of the engine in the run.
-        node_rank: Number of this node among those of the engine; the first one answers requests.
+        node_rank: Rank of this node among the engine's nodes; rank 0 serves requests.
         first_node: Number of the engine's first node in the job.
-        gpus: GPUs of this node that it has; none on CPUs.
+        gpus: The engine's GPUs on this node; empty on CPUs.
         role: "unified", "prefill" or "decode".
     """
 
@@ -31,9 +31,9 @@ class EnginePart:
 def engines_on_node(config: Config, node: int) -> list[EnginePart]:
     """Return the engines of node number `node`, from 0.
 
-    GPUs are given to engines one after the other, as trainer ranks are, to those that only prefill first; their numbers
-    come after those of the others. Engines on CPUs are spread evenly, each on as many nodes as its ranks take. Where
-    they have nodes of their own (`engine.own_nodes`), the first of these is the first that gets any.
+    GPUs are assigned to engines in order, like trainer ranks; prefill engines come first, although their indices are
+    the highest. Engines on CPUs are spread evenly, each over as many nodes as its ranks need. With `engine.own_nodes`,
+    placement begins at the first of those nodes.
 
     Example:
         4 engines of 4 GPUs on 2 nodes of 8: engines 0 and 1 run on node 0. 4 engines on 4 nodes of CPUs: one each.
@@ -65,7 +65,7 @@ def engines_on_node(config: Config, node: int) -> list[EnginePart]:
 
 
 def _in_order_of_gpus(config: Config, count: int) -> list[tuple[int, str]]:
-    """Return number and role of each engine."""
+    """Return (index, role) of each engine in the order of their GPUs."""
     prefills = config.engine.pd.num_prefill_engines if count else 0
     first = [(count + index, PREFILL) for index in range(prefills)]
     return first + [(index, DECODE if prefills else UNIFIED) for index in range(count)]

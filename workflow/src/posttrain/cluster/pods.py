@@ -1,7 +1,7 @@
-"""The head's side of a gang of pods: the other pods wait for it, and start on their nodes what it asks for.
+"""The head of a gang of pods: the other pods connect to it, and start its commands on their nodes.
 
-Each pod of the JobSet runs the same command. The first is the head; the others connect to it (`waiting_pod`). What ends
-in a pod is started again there; a pod that is gone ends the head with a code for which JobSet starts all pods again.
+Each pod of the JobSet runs the same command. The first is the head; the others run `worker_pod`. A process that ends is
+restarted in its pod. If a pod is lost, the head exits with a code for which JobSet restarts all pods.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from posttrain.plan.flags.sglang_flags import nodes_per_engine
 
 log = logging.getLogger(__name__)
 
-# Several beats: a pod on a busy node is not lost, and one that is has ended the attempt already.
+# Several heartbeats: a pod on a busy node counts as alive.
 PROBE_SECONDS = 15.0
 
 
@@ -41,8 +41,8 @@ class Pod:
     """Another pod of the gang.
 
     Args:
-        node: The node that it runs on.
-        channel: To it.
+        node: Name of its node.
+        channel: Connection to the pod.
     """
 
     def __init__(self, node: str, channel: Channel):
@@ -59,7 +59,7 @@ class Pod:
         self.is_here = False
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Have it start a command; one that still runs there ends first."""
+        """Start a command in the pod; a running command ends first."""
         self._started += 1
         self._channel.send("start", number=self._started, command=list(command), environment=dict(environment))
 
@@ -69,28 +69,28 @@ class Pod:
         return self._ended < self._started
 
     def end(self) -> None:
-        """Have it end what it runs."""
+        """End the pod's running command."""
         self._channel.send("end")
 
 
 class StartedOnPods:
-    """A command that was started in this pod and in others.
+    """A command that runs in this pod and in others.
 
     Args:
-        own: In this one.
-        others: The others.
+        own: The process in this pod.
+        others: The other pods.
     """
 
     def __init__(self, own: StartedHere, others: Sequence[Pod]):
         self._own, self._others = own, others
 
     def is_running(self) -> bool:
-        """Return whether it runs in any pod; False where one is gone."""
+        """Return whether it runs in any pod; False once a pod is gone."""
         is_any = self._own.is_running() or any(pod.is_running for pod in self._others)
         return is_any and all(pod.is_here for pod in self._others)
 
     def end(self) -> None:
-        """Wait for an end that is near, and end what then still runs."""
+        """Wait briefly for the command to end, then end it."""
         self._own.end()
         deadline = time.monotonic() + PROCESS_END_SECONDS
         while self.is_running() and time.monotonic() < deadline:
@@ -100,13 +100,13 @@ class StartedOnPods:
 
 
 class RestartedByJobSet(NoScheduler):
-    """A JobSet starts all of its pods again; a pod has no time limit, and does not ask the API server."""
+    """JobSet as scheduler: it restarts all pods together; pods have no time limit, and never query the API server."""
 
     def requeue(self, after: str = "") -> None:
-        """End so that JobSet starts all pods again.
+        """Exit with the code for which JobSet restarts all pods.
 
         Args:
-            after: Nothing here: there are no other jobs.
+            after: Ignored: there are no other jobs.
 
         Raises:
             SystemExit: Always.
@@ -116,18 +116,18 @@ class RestartedByJobSet(NoScheduler):
 
 
 class Pods:
-    """The pods of the JobSet whose first is this one.
+    """The pods of this JobSet; this process runs in the first.
 
     Args:
         config: The resolved configuration.
-        rendezvous: The file in which the other pods look for the head.
+        rendezvous: File with the head's address for the other pods.
     """
 
     scheduler = RestartedByJobSet()
 
     def __init__(self, config: Config, rendezvous: Path):
         self.address = _own_address(config)
-        # Free ports are chosen; only parts of one engine on several nodes have to know a port before they meet.
+        # 0: use free ports. Only parts of an engine on several nodes must know a port in advance.
         self.first_port = FIRST_PORT if nodes_per_engine(config) > 1 else 0
         self._count = int(os.environ[NUM_NODES])
         self._others: dict[int, Pod] = {}
@@ -141,13 +141,13 @@ class Pods:
         self._rendezvous = RendezvousFile(reception.address, secret)
 
     def choose(self, count: int) -> list[str]:
-        """Return the names of the pods' nodes; the first time, when all pods are there.
+        """Return the node names of the pods; the first call waits for all pods.
 
         Raises:
-            NodesLostError: One of them is gone.
+            NodesLostError: A pod is gone.
         """
         if not self._names:
-            # This process holds the run's lease, and only the holder writes there.
+            # Only the holder of the run's lease, which this process is, writes this file.
             self._rendezvous.write(self._path)
             self._wait_for_all()
             self._name_all()
@@ -159,14 +159,14 @@ class Pods:
     def start(
         self, names: Sequence[str], command: Sequence[str], environment: Mapping[str, str], log_path: Path
     ) -> StartedOnPods:
-        """Start the command here, and have the other pods start it."""
+        """Start the command in this pod and in the others."""
         others = [self._by_name[name] for name in names[1:]]
         for name, pod in zip(names[1:], others, strict=True):
             pod.start([*command, "--name", name], environment)
         return StartedOnPods(start_here([[*command, "--name", names[0]]], environment), others)
 
     def check(self, names: Sequence[str]) -> list[str]:
-        """Return which pods are not heard any more, and do not choose nodes again without them."""
+        """Return the pods that sent no heartbeat; `choose` raises from then on."""
         now, asked = time.monotonic(), {name: self._by_name[name] for name in names if name in self._by_name}
         while any(pod.is_here and pod.heard < now for pod in asked.values()) and time.monotonic() < now + PROBE_SECONDS:
             time.sleep(POLL_SECONDS)
@@ -175,13 +175,13 @@ class Pods:
         return lost
 
     def leave_out(self, names: Sequence[str]) -> None:
-        """Do not choose nodes again: there are no others."""
+        """Make `choose` raise from now on: there are no other nodes."""
         self._lost.update(names)
 
-    # ---- who comes ----
+    # ---- connections ----
 
     def _wait_for_all(self) -> None:
-        """Wait without a limit: when a pod gets a node is the cluster's affair, and who follows the JobSet sees it."""
+        """Wait without a limit: the cluster schedules the pods, and `on_kubernetes` shows their state."""
         remind_at = time.monotonic() + REMIND_SECONDS
         while missing := [str(rank) for rank in range(1, self._count) if rank not in self._others]:
             if time.monotonic() > remind_at:
@@ -190,7 +190,7 @@ class Pods:
             time.sleep(POLL_SECONDS)
 
     def _name_all(self) -> None:
-        """Name pods after their nodes, whose disks they use; where a node has several, their ranks tell them apart."""
+        """Name each pod after its node, whose disk it uses; append the rank if a node has several pods."""
         others = [self._others[rank] for rank in range(1, self._count)]
         nodes = [self._node, *(pod.node for pod in others)]
         names = [node if nodes.count(node) == 1 else f"{node}-{rank}" for rank, node in enumerate(nodes)]

@@ -1,6 +1,6 @@
-"""How long before its time limit a job must be told to save: long enough to finish a step and write a checkpoint.
+"""How long before its time limit a job must start to save: time for one step and one checkpoint.
 
-During a step the checkpoint of the one before may be written. That of the last has no step to hide in.
+A checkpoint is written during the next step; nothing overlaps the write of the last one.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from posttrain.plan.timing.duration import Bandwidths
 from posttrain.plan.timing.step_time import step_with_save_seconds
 from posttrain.rl.training.checkpoints import write_seconds
 
-# Steps are not all alike, and the longest may be yet to come.
+# Step times vary, and the longest step may be yet to come.
 MEASURED_FACTOR = 1.5
 
 
 @dataclass
 class PreemptionDeadline:
-    """The longest of what the site asks for, what the plan expects, and what a step and a save have taken so far.
+    """The maximum of the site's `signal_seconds`, the planned time, and the measured time of a step and a save.
 
     Args:
         config: The resolved configuration.
-        checkpoints: The run's; earlier attempts have written some, too.
+        checkpoints: The run's checkpoint folder, which may have checkpoints of earlier attempts.
     """
 
     config: Config
@@ -39,7 +39,7 @@ class PreemptionDeadline:
         self._planned = step_with_save_seconds(self.config, Bandwidths().shared_storage)
 
     def observe(self, step: int) -> None:
-        """Take note of the step that is being trained now."""
+        """Measure step and save times; `step` is the step in training now."""
         if step == self._step:
             return
         now = time.monotonic()
@@ -50,6 +50,6 @@ class PreemptionDeadline:
 
     @property
     def seconds(self) -> float:
-        """Time that has to be left, seconds."""
+        """Time that must remain before the limit, in seconds."""
         measured = MEASURED_FACTOR * (self._longest_step + self._longest_save)
         return max(self.config.site.slurm.signal_seconds, self._planned, measured)

@@ -1,7 +1,7 @@
-"""The preflight by itself: all nodes that training would get are looked at, the spare ones too, and nothing is trained.
+"""The preflight without training: it inspects all nodes of a job, including spare ones.
 
-Those that are unfit are left out and the others are looked at again, until all that are left are fit: what is wrong
-with one node hides nothing of another.
+It drops unfit nodes and repeats the preflight with the others until all of them are fit, because one node's fault can
+hide another's.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from posttrain.store import Paths
 
 @dataclass(frozen=True)
 class Preflight:
-    """What was found.
+    """Result of a preflight.
 
     Args:
-        fit: Allocation that may train.
-        unfit: The others, with what is wrong with each.
-        figures: What was measured of the fit ones, as training's own preflight keeps it.
+        fit: Nodes that are fit to train.
+        unfit: Unfit node -> reasons.
+        figures: Measurements of the fit nodes, as in training's `preflight.json`.
     """
 
     fit: list[str]
@@ -42,7 +42,7 @@ class Preflight:
         return {"fit": self.fit, "unfit": self.unfit, **self.figures}
 
     def findings(self) -> list[Finding]:
-        """Return a line for each node."""
+        """Return one finding per node."""
         fit = [ok(name, summarize(*self._figures_of(name))) for name in self.fit]
         return [*fit, *(_unfit_finding(name, reasons) for name, reasons in self.unfit.items())]
 
@@ -52,14 +52,14 @@ class Preflight:
 
 
 def look_at_nodes(paths: Paths, nodes: Allocation) -> Preflight:
-    """Look at all nodes of a job, and write down what was found.
+    """Run the preflight on all nodes of a job, and write its result.
 
     Args:
-        paths: Of the run that would train there; it need not have begun.
-        nodes: Those of this process's job.
+        paths: Paths of the run, which need not exist yet.
+        nodes: Allocation of this process's job.
 
     Raises:
-        RuntimeError: The looking itself has failed.
+        RuntimeError: The preflight itself failed.
     """
     names, unfit = nodes.choose(nodes_with_spares(paths.resolved.config)), Unfit()
     figures: dict[str, Any] = {}
@@ -75,9 +75,9 @@ def look_at_nodes(paths: Paths, nodes: Allocation) -> Preflight:
 
 
 def _look(paths: Paths, nodes: Allocation, names: list[str]) -> tuple[Unfit, dict[str, Any]]:
-    """Return which of the nodes are unfit, and what was measured."""
+    """Return the unfit nodes and the measurements."""
     folder = store.make_next_folder(paths.preflight.with_suffix(""))
-    # Of its own: a run that has begun keeps what it was begun with.
+    # A copy, because a run keeps the configuration with which it began.
     config_path = folder / paths.config.name
     store.write_text(config_path, dump_resolved(paths.resolved))
     unfit: Unfit = {}

@@ -1,14 +1,13 @@
-"""Processes that end with the one that needs them, and are ended with all that they have started.
+"""Child processes that end with their parent, and are ended together with their own children.
 
-A driver that is killed leaves its children behind; an orphan that goes on writing would be a second writer, and one
-that goes on serving holds memory and a port. So the kernel ends a process of ours when its parent ends (Linux's
-`PR_SET_PDEATHSIG`: when the thread that started it ends, which therefore waits for it), also one that hangs outside of
-Python. A step follows the workflow driver that wanted it, although a shell stands between the two. A program that does
-not look after its own children is started as
+A killed driver would leave its children running: an orphan could be a second writer, or hold memory and a port. So the
+kernel ends our processes when their parent ends, even if they hang outside of Python (Linux's `PR_SET_PDEATHSIG`; it
+fires when the parent's thread ends, so that thread waits for the child). A step also follows its workflow driver,
+although a shell runs between the two. A program that does not end its own children is started as
 
     python -m posttrain.cluster.processes COMMAND ...
 
-which ends the command's whole family when it is told to end, and exits as the command does.
+which ends the command with all its descendants on SIGTERM or SIGINT, and returns the command's exit code.
 """
 
 from __future__ import annotations
@@ -33,33 +32,33 @@ from typing import Any
 import psutil
 
 DRIVER_VARIABLE = "POSTTRAIN_DRIVER"
-# The embedded engine gives open requests half of it; the next attempt waits for processes that need all of it.
+# Open requests of the embedded engine get half of it; the next attempt waits until the memory is free.
 GRACE_SECONDS = 10.0
-# Tries to remove a folder, with a pause after each.
+# Attempts to remove a folder, and the pause after each.
 REMOVALS, REMOVAL_SECONDS = 50, 0.1
-# Nobody waits for what a process that has ended left behind; it only has to hear the signal.
+# No process waits for orphans, so they need only enough time to handle SIGTERM.
 ORPHAN_SECONDS = 2.0
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def start_child(command: Sequence[str], told_by: signal.Signals = signal.SIGKILL, **options: Any) -> psutil.Popen:
-    """Start a process that ends with the thread that starts it, and reads nothing.
+    """Start a process without stdin that ends with the thread that starts it.
 
     Args:
         command: Program and arguments.
-        told_by: The signal by which the kernel tells it of that end.
-        options: Of `subprocess.Popen`.
+        told_by: The signal that the kernel sends when the thread ends.
+        options: Options of `subprocess.Popen`.
     """
     dies = partial(die_with_parent, os.getpid(), told_by)
     return psutil.Popen(list(command), stdin=subprocess.DEVNULL, preexec_fn=dies, **options)
 
 
 def die_with_parent(parent_pid: int, told_by: signal.Signals = signal.SIGKILL) -> None:
-    """Ask the kernel to send this process a signal when its parent ends; for `preexec_fn` of a child.
+    """Make the kernel send this process a signal when its parent ends; for a child's `preexec_fn`.
 
     Args:
-        parent_pid: Who starts it; one that has died before the kernel was asked would never be noticed.
+        parent_pid: The parent's process ID, to detect that it died before this call.
         told_by: The signal.
     """
     _libc.prctl(_PR_SET_PDEATHSIG, told_by)
@@ -68,11 +67,11 @@ def die_with_parent(parent_pid: int, told_by: signal.Signals = signal.SIGKILL) -
 
 
 def end_processes(roots: Sequence[psutil.Process], grace_seconds: float = GRACE_SECONDS) -> None:
-    """Ask processes to end, then the children that they left behind; kill those children that do not end.
+    """Send SIGTERM to processes, then to children that remain; kill children that still remain.
 
     Args:
         roots: Processes that this program started.
-        grace_seconds: Time they have to end themselves and their children.
+        grace_seconds: Time for the processes to end with their children, in seconds.
     """
     families = [_family_of(root) for root in roots]
     _signal(roots, signal.SIGTERM)
@@ -91,7 +90,7 @@ def scratch_folder(prefix: str) -> Iterator[Path]:
     A separate process waits for that end, so that the folder is deleted even if this process is killed.
 
     Args:
-        prefix: Of the folder's name.
+        prefix: Prefix of the folder's name.
     """
     before = tempfile.tempdir
     with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as name:
@@ -110,7 +109,7 @@ def scratch_folder(prefix: str) -> Iterator[Path]:
 
 
 def _remove_when(ended: int, alive: int, folder: Path) -> None:
-    """Wait until the other end of a pipe is closed, remove a folder, and end."""
+    """Wait until the other end of a pipe is closed, remove a folder, and exit."""
     os.setsid()
     os.close(alive)
     os.read(ended, 1)
@@ -123,10 +122,10 @@ def _remove_when(ended: int, alive: int, folder: Path) -> None:
 
 
 def name_driver() -> bool:
-    """Tell the steps that this process starts which process to follow; called when the Snakefile is parsed.
+    """Set the environment variable by which steps find this driver; called when the Snakefile is parsed.
 
     Returns:
-        Whether this process has been named before: it has read the Snakefile already, as a module.
+        Whether it was set before, because this process has parsed the Snakefile already.
     """
     me = f"{socket.gethostname()}:{os.getpid()}"
     before, os.environ[DRIVER_VARIABLE] = os.environ.get(DRIVER_VARIABLE), me
@@ -134,7 +133,7 @@ def name_driver() -> bool:
 
 
 def follow_driver() -> None:
-    """End this process at once when the driver on this host ends; a driver on another host is not followed."""
+    """Kill this process when the driver on this host ends; a driver on another host is ignored."""
     host, _, pid = os.environ.get(DRIVER_VARIABLE, "").partition(":")
     if host != socket.gethostname() or not pid:
         return
@@ -147,13 +146,13 @@ def follow_driver() -> None:
 
 
 def run_with_family(command: Sequence[str]) -> int:
-    """Run a command until it ends or this process is told to end, which then ends the command's family.
+    """Run a command; on SIGTERM or SIGINT end it with all its descendants.
 
     Returns:
-        The command's exit code, 143 where this process was told to end.
+        The command's exit code, or 143 after a signal.
     """
     told, parent_pid = (signal.SIGTERM, signal.SIGINT), os.getpid()
-    # Waited for, not handled: none can come between two instructions that make a child and know of it.
+    # `sigwait` instead of a handler: no signal can arrive between the start of a child and its registration.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (*told, signal.SIGCHLD))
 
     def begin() -> None:

@@ -1,4 +1,4 @@
-"""What a site's scheduler says about jobs that were submitted from a folder."""
+"""Jobs in a site's queue that were submitted from one folder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SQUEUE_FIELDS = ("%i", "%T", "%M", "%D", "%r", "%k", "%Z")
-# A controller that starts thousands of jobs keeps squeue waiting; somebody watches, and nothing depends on the answer.
+# squeue is slow on a busy controller, and only interactive commands wait for it.
 TIMEOUT_SECONDS = 60
 
 
@@ -17,12 +17,12 @@ class QueuedJob:
     """A job in the queue or on its nodes.
 
     Args:
-        job: Its id.
-        state: The scheduler's word: PENDING, RUNNING, ...
-        time: How long it has run.
-        num_nodes: On how many nodes.
-        reason: Why it waits; "None" where it does not.
-        comment: What Snakemake says of it: the rule.
+        job: The job's id.
+        state: The scheduler's state: PENDING, RUNNING, ...
+        time: Its run time.
+        num_nodes: Its number of nodes.
+        reason: Why it waits; "None" if it does not.
+        comment: Snakemake's comment: the rule.
     """
 
     job: str
@@ -34,14 +34,14 @@ class QueuedJob:
 
 
 def queued_jobs(launcher: str, folder: Path) -> list[QueuedJob]:
-    """Return the user's jobs that were submitted from a folder; none where the launcher has no queue.
+    """Return the user's jobs that were submitted from a folder; empty if the launcher has no queue.
 
     Args:
         launcher: `site.launcher`.
-        folder: Where Snakemake was started.
+        folder: Folder in which Snakemake was started.
 
     Raises:
-        RuntimeError: When the scheduler does not answer.
+        RuntimeError: The scheduler does not answer.
     """
     if launcher != "slurm":
         return []
@@ -54,11 +54,11 @@ def queued_jobs(launcher: str, folder: Path) -> list[QueuedJob]:
 
 
 def parse_squeue(listed: str, folder: Path) -> list[QueuedJob]:
-    """Return the jobs of a folder from what `squeue` printed.
+    """Parse the output of `squeue` and return the jobs of a folder.
 
     Args:
         listed: A line per job, `SQUEUE_FIELDS` joined by "|".
-        folder: Where Snakemake was started.
+        folder: Folder in which Snakemake was started.
     """
     rows = (line.split("|") for line in listed.splitlines())
     return [QueuedJob(*row[:-1]) for row in rows if os.path.realpath(row[-1]) == os.path.realpath(folder)]

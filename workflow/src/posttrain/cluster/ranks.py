@@ -1,4 +1,4 @@
-"""The trainer ranks of one node as processes: started, watched, and ended by their ids."""
+"""The trainer ranks of one node: starts, monitors and ends their processes."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ from posttrain.rl.engines.secret import SECRET_VARIABLE
 from posttrain.rl.training.graceful_shutdown import SAVED_EXIT_CODE
 
 TRAINER = "posttrain.cluster.trainer_rank"
-# `faulthandler` writes from the signal's handler, whatever the interpreter does: at once, or never.
+# `faulthandler` writes in the signal handler, independently of the interpreter: at once or never.
 STACK_SECONDS = 2.0
-# The end of a traceback, which others print behind the cause.
+# Enough for the end of a traceback.
 LOG_TAIL_LINES = 15
-# In the stack of a main thread that waits for a checkpoint.
+# This file is in the main thread's stack while it waits for a checkpoint.
 WRITER_FILE = "rl/training/checkpoint_writer.py"
-# A rank that waits in a collective of gloo looks again and again: one or two hundredths of a core.
+# A rank that waits in a gloo collective polls, which uses one or two hundredths of a core.
 CPU_LOOK_SECONDS, IDLE_SHARE = 5.0, 0.05
 
 
 @dataclass(frozen=True)
 class Ending:
-    """Why something of a training job ended before it was done.
+    """Why a process of a training job ended early.
 
     Args:
-        what: What ended: "engine 2", "trainer rank 5".
-        reason: How, with the end of its log.
-        order: Of several endings at about the same time, the lowest is the likeliest cause of the others. What the
-            machine has refused it will refuse again.
+        what: The process: "engine 2", "trainer rank 5".
+        reason: How it ended, with the end of its log.
+        order: Of several simultaneous endings, the lowest is the likeliest cause. `REFUSED` would recur in another
+            attempt.
     """
 
     what: str
@@ -65,16 +65,16 @@ class Ending:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the ranks of all nodes meet."""
+    """The rendezvous of the ranks of all nodes."""
 
     address: str
     port: int
 
     def environment(self, own_folder: Path | None) -> dict[str, str]:
-        """Return what a rank needs to know.
+        """Return the environment variables of a rank's rendezvous.
 
         Args:
-            own_folder: Where ranks that are all on one machine meet instead.
+            own_folder: Folder of the rendezvous file if all ranks are on one machine, else None.
         """
         if own_folder:
             return {FILE_VARIABLE: str(own_folder / "meeting")}
@@ -82,7 +82,7 @@ class Rendezvous:
 
 
 class CpuUse:
-    """Whether a process and its children have computed anything lately.
+    """Measures whether a process and its children used CPU time lately.
 
     Args:
         pid: The process.
@@ -93,7 +93,7 @@ class CpuUse:
         self._seen: deque[tuple[float, float]] = deque()
 
     def sample(self) -> None:
-        """Take note of what has been used by now; asked again too soon, it does nothing."""
+        """Record the CPU time so far; does nothing within `CPU_LOOK_SECONDS` of the last sample."""
         now = time.monotonic()
         if self._seen and now < self._seen[-1][0] + CPU_LOOK_SECONDS:
             return
@@ -111,7 +111,7 @@ class CpuUse:
         return now - since >= SHORTEST_TIMEOUT_SECONDS and used - before <= IDLE_SHARE * (now - since)
 
     def _used(self) -> float:
-        """Return the CPU seconds of the process, and of what it has others compute, compilers for example."""
+        """Return the CPU seconds of the process and its children, for example compilers."""
         times = [self._process.cpu_times()]
         for child in self._process.children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -124,10 +124,10 @@ class RankProcess:
     """A trainer rank.
 
     Args:
-        rank: Its number among all.
+        rank: Global rank.
         process: The process.
-        log_path: What it writes.
-        progress_path: Where it says in which phase it is.
+        log_path: Its log.
+        progress_path: File to which it writes its phase.
     """
 
     rank: int
@@ -141,11 +141,11 @@ class RankProcess:
 
     @property
     def has_saved(self) -> bool:
-        """Whether the rank was asked to end before the last step, and has saved and ended."""
+        """Whether the rank ended on request before the last step, after a save."""
         return self.process.poll() == SAVED_EXIT_CODE
 
     def position(self) -> dict[str, Any] | None:
-        """Return where it is, as `hang.Position` has it; None outside of steps."""
+        """Return the fields of its `hang.Position`; None outside of steps."""
         progress = read_progress(self.progress_path) if self.process.poll() is None else None
         if progress is None:
             return None
@@ -162,21 +162,21 @@ class RankProcess:
         }
 
     def silent_engine(self) -> str:
-        """Return which engine does not answer any more, as rank 0 has found since the last look; empty for none."""
+        """Return the URL of an engine that rank 0 newly found unresponsive; empty if none."""
         return take_silent(self.progress_path)
 
     def ask_for_record(self) -> bool:
-        """Have its collectives written down; returns whether anybody listens."""
+        """Trigger a dump of the rank's flight record; return whether a process reads the pipe."""
         return ask_for_record(self.progress_path.parent, self.rank)
 
     def record(self) -> Path | None:
-        """Return the record of its collectives, if there is one."""
+        """Return the path of its flight record, if it exists."""
         return record_of(self.log_path.parent, self.rank)
 
     def stack(self) -> str | None:
-        """Return where its main thread is, or all threads where that waits for the one that writes a checkpoint.
+        """Return the main thread's stack, or all stacks if the main thread waits for the checkpoint writer.
 
-        None when it does not answer, as a stopped process does.
+        None if the process does not answer, for example because it is stopped.
         """
         size = self.log_path.stat().st_size
         self.process.send_signal(signal.SIGUSR2)
@@ -192,7 +192,7 @@ class RankProcess:
         return None
 
     def ending(self) -> Ending | None:
-        """Return how it failed; None while it runs and when it is done.
+        """Return how the rank failed; None if it runs or succeeded. `Ending.REFUSED` if it rejected its samples.
 
         Raises:
             CheckpointError: It refused to learn from its samples; another attempt would not help.
@@ -219,16 +219,16 @@ def running_ranks(
     engine_secret: str,
     program: str = TRAINER,
 ) -> Iterator[list[RankProcess]]:
-    """Start the trainer ranks of one node, or those of another program, and end them with the block.
+    """Start one node's trainer ranks, or ranks of another program, and end them with the block.
 
     Args:
         config: The resolved configuration.
         node: The node's number in the job, from 0.
         command: Arguments of a rank.
-        rendezvous: Where all ranks meet.
+        rendezvous: The rendezvous of all ranks.
         folder: Gets `trainer{rank}.log`.
-        engine_secret: What the engines want to be shown.
-        program: What each rank runs: a module.
+        engine_secret: Secret of the engines' requests.
+        program: Module that each rank runs.
     """
     per_node = config.hardware.gpus_per_node
     ranks: list[RankProcess] = []
@@ -256,7 +256,7 @@ def running_ranks(
 
 
 def _start(command: Sequence[str], environment: dict[str, str], log_path: Path, to_terminal: bool) -> psutil.Popen:
-    """Start one rank; what rank 0 writes to stderr goes to ours, where its progress bar is seen."""
+    """Start one rank; rank 0's stderr goes to ours, which shows its progress bar."""
     with open(log_path, "ab") as sink:
         argv = [sys.executable, "-m", *command]
         return start_child(argv, env=environment, stdout=sink, stderr=None if to_terminal else sink)

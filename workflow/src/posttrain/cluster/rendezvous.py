@@ -1,7 +1,7 @@
-"""The rendezvous of a job's ranks: a key-value store that is not reachable from outside.
+"""The rendezvous of a job's ranks, through a key-value store that other hosts cannot reach.
 
-torch's own store listens on all addresses of rank 0's host, whatever address it is told. Here the ranks of one machine
-meet in a file instead, and those of several at one address.
+torch's own store listens on all addresses of rank 0's host, whatever address it gets. Here, ranks on one machine use a
+file, and ranks on several machines use a store that listens on one address.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ import socket
 from datetime import timedelta
 from typing import Any
 
-# Names a file that does not exist yet, in a folder that nobody else may enter.
+# Path of a file that does not exist yet, in a folder that only this user may enter.
 FILE_VARIABLE = "POSTTRAIN_RANKS_MEET_IN"
 TORCHRUN_VARIABLE = "TORCHELASTIC_USE_AGENT_STORE"
 
 
 def join_ranks(backend: str, timeout: timedelta) -> None:
-    """Make the default process group; RANK and WORLD_SIZE come from the environment.
+    """Create the default process group; RANK and WORLD_SIZE come from the environment.
 
-    So does the place: the file `FILE_VARIABLE`, or MASTER_ADDR and MASTER_PORT, where rank 0 listens. Under torchrun it
-    is torchrun that listens.
+    The rendezvous is the file `FILE_VARIABLE`, or a store of rank 0 at MASTER_ADDR and MASTER_PORT, or torchrun's
+    store.
 
     Args:
         backend: "gloo" or "nccl".
-        timeout: Of meeting, and of each collective.
+        timeout: Timeout of the rendezvous and of each collective.
 
     Raises:
-        RuntimeError: The ranks do not find each other.
+        RuntimeError: The rendezvous failed.
     """
-    import torch.distributed as dist  # who only says where the others meet needs no torch
+    import torch.distributed as dist  # processes that only render the environment need no torch
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if os.environ.get(TORCHRUN_VARIABLE) == "True":

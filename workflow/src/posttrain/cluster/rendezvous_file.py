@@ -1,7 +1,7 @@
-"""How the pods of a gang find its head.
+"""The file by which the pods of a gang find its head.
 
-The head writes its address and a new secret to a file on shared storage that only its own user can read. Both sides of
-a connection prove that they know the secret (`handshake`).
+The head writes its address and a new secret to a file on shared storage that only its own user can read. Both ends of a
+connection prove that they know the secret (`handshake`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from posttrain.store.durable import write_atomic
 
-# Seconds between log lines while waiting for the other side, in a queue that may last for hours.
+# Seconds between log lines while waiting for the other pods, which may be queued for hours.
 REMIND_SECONDS = 60.0
 
 
@@ -22,8 +22,8 @@ class RendezvousFile:
     """The head's address and secret for its pods.
 
     Args:
-        address: "host:port" where it listens.
-        secret: What no other process knows.
+        address: The head's "host:port".
+        secret: A secret of this gang.
     """
 
     address: str
@@ -36,9 +36,9 @@ class RendezvousFile:
 
     @staticmethod
     def read(path: Path) -> RendezvousFile:
-        """Return what was written last.
+        """Read the file.
 
         Raises:
-            FileNotFoundError: Nothing was.
+            FileNotFoundError: The file does not exist.
         """
         return RendezvousFile(**json.loads(path.read_text(encoding="utf-8")))

@@ -1,7 +1,7 @@
-"""Trains stored steps again, without engines, and compares the bits with those that the run wrote.
+"""Trains stored steps again, without engines, and compares the results bit by bit with the run's.
 
-A step depends on the weights before it, its rollout and its number. The newest checkpoint before the step and the
-rollouts from there on are enough; ranks like the run's own train on them in a folder of their own.
+A step depends only on the weights before it, its rollout and its number. So replay loads the newest checkpoint before
+the step and the stored rollouts from there on, and trains in a folder of its own, with the run's layout of ranks.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from posttrain.store import Paths, write_text
 from posttrain.store.lease import Lease
 
 POLL_SECONDS = 0.1
-# Told of a whole attempt: a step alone does not repeat it.
+# Counts over a whole attempt, which a replay of some steps does not reproduce.
 NOT_OF_A_STEP = ("train/non_finite_steps",)
 
 
 @dataclasses.dataclass(frozen=True)
 class Replay:
-    """What was trained again.
+    """Result of a replay.
 
     Args:
         steps: Numbers of the steps, from 1.
-        num_tensors: Compared tensors of weights and optimizer; 0: the run has no checkpoint after the last step.
-        differences: What has other bits; empty: nothing.
+        num_tensors: Number of compared tensors of weights and optimizer; 0: no checkpoint after the last step.
+        differences: Descriptions of differing metrics and tensors; empty: all are equal.
     """
 
     steps: range
@@ -45,16 +45,16 @@ class Replay:
 
 
 def replay(paths: Paths, last: int | None = None) -> Replay:
-    """Train again up to a step, from the newest checkpoint before it.
+    """Replay steps from the newest checkpoint before a step up to that step.
 
     Args:
-        paths: Of the run; its own configuration is used, as its last attempt had it.
+        paths: The run's paths; its stored configuration is used.
         last: The step, from 1; by default the newest.
 
     Raises:
-        ConfigError: The run cannot be trained again here.
-        CheckpointError: Its checkpoint or a rollout is damaged, or not there.
-        LeaseHeldError: Somebody trains the run, or a step of it again.
+        ConfigError: The run cannot be replayed here.
+        CheckpointError: A checkpoint or a rollout is damaged or missing.
+        LeaseHeldError: Another process trains or replays the run.
         RuntimeError: A rank failed.
     """
     if not paths.config.exists():
@@ -87,7 +87,7 @@ def _replay(paths: Paths, last: int | None) -> Replay:
 
 
 def _prepare(paths: Paths, first: int, folder: Path) -> None:
-    """Make the folder, with the run's checkpoint, its rows so far, its rollouts and its configuration."""
+    """Create the folder with the run's checkpoint, earlier metrics, rollouts and configuration."""
     config = paths.resolved.config
     shutil.rmtree(folder, ignore_errors=True)
     checkpoints = CheckpointFolder(folder / "checkpoints", config.trainer.keep_checkpoints)
@@ -101,10 +101,10 @@ def _prepare(paths: Paths, first: int, folder: Path) -> None:
 
 
 def _train(paths: Paths, folder: Path, last: int) -> None:
-    """Run the trainer's ranks to their end.
+    """Run the trainer's ranks until they end.
 
     Raises:
-        RuntimeError: One failed.
+        RuntimeError: A rank failed.
     """
     arguments = {
         "--config": folder / "config.resolved.yaml",
@@ -117,7 +117,7 @@ def _train(paths: Paths, folder: Path, last: int) -> None:
         "--until": last,
     }
     command = [str(word) for pair in arguments.items() for word in pair]
-    nobody = Rendezvous("", 0)  # ranks of one machine meet in a file
+    nobody = Rendezvous("", 0)  # ranks on one machine use a file
     with running_ranks(paths.resolved.config, 0, command, nobody, folder, engine_secret="") as ranks:
         is_running = True
         while is_running:
@@ -128,7 +128,7 @@ def _train(paths: Paths, folder: Path, last: int) -> None:
 
 
 def _differing_metrics(wrote: Mapping[str, float], again: Mapping[str, float]) -> Iterator[str]:
-    # There are no engines, which evaluations ask.
+    # Evaluations need engines, which a replay does not have.
     wrote = {name: value for name, value in without_timings(wrote).items() if not name.startswith("evaluation/")}
     again = without_timings(again)
     for name in sorted({*wrote, *again} - {*NOT_OF_A_STEP}):
@@ -137,8 +137,8 @@ def _differing_metrics(wrote: Mapping[str, float], again: Mapping[str, float]) -
 
 
 def _differing_tensors(wrote: Path, again: Path, step: int) -> tuple[int, list[str]]:
-    """Return how many tensors were compared, and those that differ; none where either has no checkpoint."""
-    # The driver's small environment has no torch, and only a run's own machine compares.
+    """Return the number of compared tensors and those that differ; (0, []) if a checkpoint is missing."""
+    # Imported here, because the driver's small environment has no torch.
     import torch
 
     from posttrain.checkpoint.formats.torch_dist_reader import TorchDistReader

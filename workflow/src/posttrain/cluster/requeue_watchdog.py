@@ -1,8 +1,8 @@
-"""What goes on when the first node of a job is lost: `python -m posttrain.cluster.requeue_watchdog`, on other nodes.
+"""Requeues a job that lost its first node: `python -m posttrain.cluster.requeue_watchdog`, on other nodes.
 
-A job with spare nodes outlives any of its nodes. SLURM takes a lost one away from it and does no more, also where it
-was the one on which the job's command ran: the others would idle until the time limit. So a watchdog asks SLURM now and
-then, and has the job started again when the node of its command is no longer among its nodes.
+A job with spare nodes survives the loss of any node: SLURM only removes the node from the job, even if the job's
+command ran there. The other nodes would then idle until the time limit. So the watchdog polls SLURM, and requeues the
+job when the command's node is no longer in it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ log = logging.getLogger(__name__)
 
 
 def main() -> None:
-    """Wait until the job ends, as a rule with this process; else put it back into the queue."""
+    """Wait until the job loses its command's node, then requeue it; the job's end normally ends this process."""
     job = cli.command_line(__doc__, job=(str, "SLURM's number of the job")).job
     while not has_lost_its_command(job):
         time.sleep(END_QUERY_SECONDS)
     try:
         ask("scontrol", "requeue", job)
     except RuntimeError as error:
-        # The site forbids it. The nodes are given back, and the driver says that the job has ended.
+        # The site forbids requeueing. Cancelling frees the nodes, and the driver sees that the job ended.
         log.error("%s", error)
         ask("scancel", job)
 
@@ -34,7 +34,7 @@ def has_lost_its_command(job: str) -> bool:
     """Return whether a running job has lost the node on which its command ran.
 
     Args:
-        job: SLURM's number of it.
+        job: SLURM's number of the job.
     """
     try:
         state, first, nodes = ask("squeue", "--noheader", "--jobs", job, "--format", "%T|%B|%N").split("|")

@@ -1,7 +1,7 @@
-"""Training inside a SLURM job: its nodes, its end, its place in the queue.
+"""The allocation of a SLURM job: its nodes, processes and ports.
 
-Snakemake's executor takes most SLURM_* variables away before a job's command runs, so that everything but the job's id
-is asked of SLURM itself.
+Snakemake's executor removes most SLURM_* variables before a job's command runs, so everything but the job's id is
+queried from SLURM.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from posttrain.config.schema import Config
 
 log = logging.getLogger(__name__)
 
-# srun starts a command in a second where the node answers; training stands still meanwhile.
+# srun starts a command within a second on a node that answers; training waits for the probe.
 PROBE_SECONDS = 15.0
-# Enough that one of them is not lost together with the first node.
+# Two, so that the loss of the first node and another one leaves a watchdog.
 NUM_WATCHDOGS = 2
-# From FIRST_PORT on, up to where ports of outgoing connections begin: a block for each job. Jobs of
-# one node would have to be as many numbers apart as there are blocks to get the same one.
+# One block of ports per job, from FIRST_PORT up to the ephemeral ports. Two jobs on one node share a block only if
+# their numbers differ by a multiple of `PORT_BLOCKS`.
 PORT_BLOCKS, PORTS_PER_BLOCK = 120, 100
 
 
@@ -58,7 +58,7 @@ class SlurmAllocation:
         self._job_id, self._names, self._config = job_id, list(names), config
         self._lost: set[str] = set()
         self._spare_jobs = SpareJobs(config, job_id, self._names, run_folder)
-        # Nodes that came later -> the jobs that hold them.
+        # Node of a spare job -> its job.
         self._new: dict[str, str] = {}
         self._watchdogs: StartedHere | None = None
         self.scheduler = SlurmScheduler(job_id, config.site.slurm.requeue, self._spare_jobs)
@@ -74,7 +74,7 @@ class SlurmAllocation:
             run_folder: `train/` of the run.
 
         Raises:
-            RuntimeError: It runs in none.
+            RuntimeError: This process does not run in a SLURM job.
         """
         job_id = os.environ.get("SLURM_JOB_ID", "")
         if not job_id:
@@ -85,10 +85,10 @@ class SlurmAllocation:
         return SlurmAllocation(job_id, ask("scontrol", "show", "hostnames", nodes).split(), config, run_folder)
 
     def choose(self, count: int) -> list[str]:
-        """Return the first nodes that are not lost, those that came later behind the job's own.
+        """Return the first nodes that are not lost: the job's own, then those of spare jobs.
 
         Raises:
-            NodesLostError: Fewer are left.
+            NodesLostError: Fewer nodes are left.
         """
         self._new = self._spare_jobs.nodes()
         names = [*self._names, *self._new]
@@ -103,7 +103,7 @@ class SlurmAllocation:
     def start(
         self, names: Sequence[str], command: Sequence[str], environment: Mapping[str, str], log_path: Path
     ) -> StartedHere:
-        """Start a command on the nodes: with an srun for each job, or directly where there is no other and no image."""
+        """Start a command on the nodes: with one srun per job, or directly for a single node without an image."""
         self._start_watchdogs()
         parts = [list(part) for _, part in itertools.groupby(names, self._job_of)]
         if self._config.site.container.runtime != "none":
@@ -113,13 +113,13 @@ class SlurmAllocation:
             return start_here([self.words(part, command) for part in parts], environment, sink)
 
     def words(self, names: Sequence[str], command: Sequence[str]) -> list[str]:
-        """Return what starts a command on the nodes, in the site's image where it has one."""
+        """Return the command line that starts a command on the nodes, in the site's image if it has one."""
         if len(self._names) == 1 and self._config.site.container.runtime == "none":
             return [*command, "--name", *names]
         return [*self._srun(names), *srun_options(self._config), *wrap(command, self._config)]
 
     def check(self, names: Sequence[str]) -> list[str]:
-        """Return which nodes do not run a command in time, and do not choose them again."""
+        """Return the nodes that do not run a command in time, and never choose them again."""
         probes = {name: start_child([*self._srun([name]), "true"], stderr=subprocess.DEVNULL) for name in names}
         _, silent = psutil.wait_procs(list(probes.values()), timeout=PROBE_SECONDS)
         end_processes(silent, 0)
@@ -129,7 +129,7 @@ class SlurmAllocation:
         return lost
 
     def leave_out(self, names: Sequence[str]) -> None:
-        """Do not choose these nodes again, although they answer."""
+        """Never choose these nodes again, although they answer."""
         self._lost.update(names)
         self._spare_jobs.replace(self._lost)
 
@@ -137,7 +137,7 @@ class SlurmAllocation:
         return self._new.get(name, self._job_id)
 
     def _start_watchdogs(self) -> None:
-        """Have the job started again should its first node be lost, which SLURM does only without spare nodes."""
+        """Start watchdogs that requeue the job if its first node is lost; SLURM does so only without `--no-kill`."""
         others = [name for name in self._names[1:] if name not in self._lost][-NUM_WATCHDOGS:]
         runs = self._watchdogs is not None and self._watchdogs.is_running()
         if runs or not others or nodes_with_spares(self._config) == self._config.nodes:
@@ -146,14 +146,14 @@ class SlurmAllocation:
         self._watchdogs = start_here([[*self._srun(others), *command]], {})
 
     def _make_node_local(self, names: Sequence[str]) -> None:
-        """Make the folder on the nodes' own disks: container runtimes mount only folders that exist."""
-        # A node that does not answer now does not start anything afterwards, which the gang tells.
+        """Make the folder on the nodes' own disks: container runtimes mount only existing folders."""
+        # A node that does not answer here fails again at the start, where the gang reports it.
         with contextlib.suppress(subprocess.TimeoutExpired):
             words = [*self._srun(names), "mkdir", "-p", self._config.site.node_local]
             subprocess.run(words, timeout=PROBE_SECONDS, check=False)
 
     def _srun(self, names: Sequence[str]) -> list[str]:
-        """Return srun with its options: one task on each of a job's nodes, beside whatever else runs in the job."""
+        """Return srun with its options: one task on each of a job's nodes, overlapping the job's other steps."""
         place = ("--jobid", self._job_of(names[0]), "--nodelist", ",".join(names), "--nodes", str(len(names)))
         shape = ("--ntasks", str(len(names)), "--ntasks-per-node", "1", "--cpu-bind", "none")
         return ["srun", "--overlap", "--no-kill", "--kill-on-bad-exit=0", "--mem", "0", *place, *shape]

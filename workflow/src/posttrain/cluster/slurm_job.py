@@ -1,7 +1,7 @@
-"""What jobs ask SLURM for, as resources of Snakemake's executor; read at every dry run.
+"""The SLURM resources of jobs, for Snakemake's executor; computed in every dry run.
 
-What takes several nodes is an "MPI" job for the executor: its command runs once, on the first node, and starts its own
-processes on the others. Topology is a resource and never a parameter: a change of it resumes the run.
+For the executor, a job on several nodes is an "MPI" job: its command runs once, on the first node, and starts its own
+processes on the others. Topology is a resource, not a parameter: a change of it resumes the run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 def resources_of_all_jobs(site: Site) -> dict[str, str]:
-    """Return what every job of a site asks for."""
+    """Return the resources of every job of a site."""
     if site.launcher != "slurm":
         return {}
     asked = {"slurm_partition": site.slurm.partition, "slurm_account": site.slurm.account, "qos": site.slurm.qos}
@@ -33,11 +33,11 @@ def resources_of_all_jobs(site: Site) -> dict[str, str]:
 
 
 def resources_of_training(config: Config, lease_folder: Path | None) -> dict[str, Any]:
-    """Return what the training job asks for.
+    """Return the resources of the training job.
 
     Args:
         config: The resolved configuration.
-        lease_folder: Of the run. The job waits in the queue for another that holds the lease; None: it does not wait.
+        lease_folder: The run's lease. A new job waits in the queue for a job that holds it; None: it does not wait.
     """
     slurm, needs = config.site.slurm, job_needs(config, "train")
     if config.site.launcher != "slurm":
@@ -45,7 +45,7 @@ def resources_of_training(config: Config, lease_folder: Path | None) -> dict[str
     count = needs.nodes
     return {
         **needs.resources,
-        "mem_mb": 0,  # no --mem: what the site gives with its nodes
+        "mem_mb": 0,  # no --mem: the site's default for whole nodes
         **({"mpi": "srun", "tasks": count} if count > 1 else {}),
         **({"constraint": slurm.constraint} if slurm.constraint else {}),
         "slurm_extra": _extra(config, lease_folder),
@@ -53,7 +53,7 @@ def resources_of_training(config: Config, lease_folder: Path | None) -> dict[str
 
 
 def resources_of_serving(config: Config) -> dict[str, Any]:
-    """Return what a job asks for that serves a model."""
+    """Return the resources of a job that serves a model."""
     return _resources_of_nodes(config, "evaluate")
 
 
@@ -63,7 +63,7 @@ def resources_of_precisions(config: Config) -> dict[str, Any]:
         precision: _resources_of_nodes(precision_config(config, precision), "ask_precision")
         for precision in compared_precisions(config)
     }
-    # Of one node, which is no "MPI" job.
+    # Jobs on one node are not "MPI" jobs.
     otherwise = {"mpi": "", "tasks": 1}
 
     def asked(name: str) -> Callable[..., Any]:
@@ -74,12 +74,12 @@ def resources_of_precisions(config: Config) -> dict[str, Any]:
 
 
 def resources_of_comparison(config: Config) -> dict[str, Any]:
-    """Return what a job asks for that compares precisions."""
+    """Return the resources of a job that compares precisions."""
     return _resources_of_nodes(config, "compare_precisions")
 
 
 def resources_of_export_check(config: Config) -> dict[str, Any]:
-    """Return what a job asks for that loads an export: memory of one node, and no GPU."""
+    """Return the resources of a job that loads an export: memory of one node, no GPU."""
     needs = job_needs(config, "check_export")
     if config.site.launcher != "slurm" or not needs.memory_bytes:
         return needs.resources
@@ -87,18 +87,18 @@ def resources_of_export_check(config: Config) -> dict[str, Any]:
 
 
 def resources_of_calibration(config: Config) -> dict[str, Any]:
-    """Return what a job asks for that calibrates."""
+    """Return the resources of a calibration job."""
     return _resources_of_nodes(config, "calibrate")
 
 
 def _resources_of_nodes(config: Config, rule: str) -> dict[str, Any]:
-    """Return what a job of a rule asks for: nodes with all their GPUs. One CPU node is like any other job."""
+    """Return a rule's resources: whole nodes, or those of an ordinary job for a single CPU node."""
     slurm, needs = config.site.slurm, job_needs(config, rule)
     if config.site.launcher != "slurm" or (not needs.gpus and needs.nodes == 1):
         return needs.resources
     return {
         **needs.resources,
-        "mem_mb": 0,  # what the site gives with the node
+        "mem_mb": 0,  # the site's default for whole nodes
         **({"mpi": "srun", "tasks": needs.nodes} if needs.nodes > 1 else {}),
         **({"constraint": slurm.constraint} if slurm.constraint else {}),
         "slurm_extra": shlex.join(_whole_nodes(config)),
@@ -106,22 +106,22 @@ def _resources_of_nodes(config: Config, rule: str) -> dict[str, Any]:
 
 
 def options_of_spare(config: Config, excluded: Collection[str]) -> list[str]:
-    """Return the options of sbatch for one more node like those of training.
+    """Return sbatch's options for one more node like those of training.
 
     Args:
         config: The resolved configuration.
-        excluded: Nodes that it should not be.
+        excluded: Nodes that it must not use.
     """
     word = "--exclude="
     options = options_of_nodes(config, 1)
-    # Of two such options, sbatch takes the last one alone.
+    # sbatch uses only the last `--exclude`, so all are merged.
     out = [option[len(word) :] for option in options if option.startswith(word)]
     kept = [option for option in options if not option.startswith(word)]
     return [*kept, f"{word}{','.join([*out, *sorted(excluded)])}"]
 
 
 def options_of_nodes(config: Config, count: int) -> list[str]:
-    """Return the options of sbatch for nodes like those of training, with a task on each."""
+    """Return sbatch's options for nodes like those of training, with one task on each."""
     slurm = config.site.slurm
     asked = {"partition": slurm.partition, "account": slurm.account, "qos": slurm.qos, "constraint": slurm.constraint}
     return [
@@ -133,7 +133,7 @@ def options_of_nodes(config: Config, count: int) -> list[str]:
 
 
 def _whole_nodes(config: Config) -> list[str]:
-    """Return the words that ask for nodes with all their GPUs."""
+    """Return the options that request nodes with all their GPUs."""
     slurm = config.site.slurm
     words = ["--exclusive"] if slurm.exclusive else []
     if config.hardware.device == "cuda" and slurm.gpu_option:
@@ -157,7 +157,7 @@ def _extra(config: Config, lease_folder: Path | None) -> Callable[..., str]:
 
 @functools.cache
 def _dependency(lease_folder: Path) -> tuple[str, ...]:
-    """Make the new job wait for a job that is already training this run; it then does what is left."""
+    """Make a new job wait for a running job that trains this run; it then trains the remaining steps."""
     holder = living_holder(lease_folder, job_is_alive=job_is_alive)
     if holder is None or not job_is_alive(holder.job) or job_number(holder.job) == os.environ.get("SLURM_JOB_ID"):
         return ()

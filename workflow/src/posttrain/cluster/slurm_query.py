@@ -1,4 +1,4 @@
-"""What SLURM says when it is asked."""
+"""Queries of SLURM's state."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import shutil
 import subprocess
 
 JOB_PREFIX = "slurm:"
-# What squeue shows of jobs that will not run again.
+# squeue's states of jobs that will not run again.
 ENDED_STATES = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT")
-# A controller that is busy answers late (its own `MessageTimeout` is 10 s, and commands try again).
+# A busy controller answers late (its own `MessageTimeout` is 10 s, and commands retry).
 QUERY_SECONDS = 60.0
 
 
 def ask(*command: str) -> str:
-    """Return what a command of SLURM prints.
+    """Return the output of a SLURM command.
 
     Raises:
-        RuntimeError: It fails, or does not end.
+        RuntimeError: The command fails or times out.
     """
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_SECONDS, check=False)
@@ -28,15 +28,15 @@ def ask(*command: str) -> str:
 
 
 def job_number(job: str) -> str:
-    """Return SLURM's number of a job of ours."""
+    """Return SLURM's number of one of our jobs."""
     return job.removeprefix(JOB_PREFIX)
 
 
 def job_state(number: str) -> str | None:
-    """Return SLURM's word for where a job is; "" of a job that it has forgotten, None where it does not tell.
+    """Return SLURM's state of a job; "" if SLURM no longer knows it, None if SLURM does not answer.
 
     Args:
-        number: SLURM's of the job.
+        number: SLURM's number of the job.
     """
     try:
         return ask("squeue", "--noheader", "--states", "all", "--jobs", number, "--format", "%T")
@@ -45,10 +45,10 @@ def job_state(number: str) -> str | None:
 
 
 def job_is_alive(job: str) -> bool | None:
-    """Return whether SLURM still runs a job, or will; None where it cannot be told from here.
+    """Return whether SLURM runs or queues a job; None if unknown here.
 
     Args:
-        job: As `SlurmAllocation.job` calls it.
+        job: As in `SlurmScheduler.job`.
     """
     if not job.startswith(JOB_PREFIX) or shutil.which("squeue") is None:
         return None

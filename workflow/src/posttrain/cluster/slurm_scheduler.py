@@ -1,4 +1,4 @@
-"""The scheduler of a SLURM job: when it ends, and how it is started again."""
+"""The scheduler of a SLURM job: its time limit, its requeueing and its spare jobs."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from posttrain.cluster.spare_jobs import SpareJobs
 
 log = logging.getLogger(__name__)
 
-# Each running job asks the controller this often; who is asked to save is asked so much sooner.
+# Each running job polls the controller this often; saves are requested this much earlier.
 END_QUERY_SECONDS = 20.0
 
 
 class SlurmScheduler:
-    """SLURM, as the job that this process runs in asks it.
+    """SLURM as the scheduler of this process's job.
 
     Args:
         job_id: SLURM's number of the job.
-        may_requeue: The site lets jobs go back into the queue (`site.slurm.requeue`).
-        spare_jobs: Jobs that hold nodes beside it.
+        may_requeue: Whether the site lets jobs requeue (`site.slurm.requeue`).
+        spare_jobs: Jobs that hold the job's spare nodes.
     """
 
     def __init__(self, job_id: str, may_requeue: bool, spare_jobs: SpareJobs):
@@ -32,13 +32,13 @@ class SlurmScheduler:
         self.job = f"{JOB_PREFIX}{job_id}"
 
     def job_is_alive(self, job: str) -> bool | None:
-        """Return whether SLURM runs a job or will; None where it cannot be told."""
+        """Return whether SLURM runs or queues a job; None if unknown."""
         return job_is_alive(job)
 
     def end_is_near(self, seconds: float) -> bool:
-        """Return whether the job ends within so many seconds.
+        """Return whether the job ends within a number of seconds.
 
-        SLURM is asked now and then, because an administrator may move the end.
+        It polls SLURM, because an administrator may move the time limit.
         """
         if time.monotonic() < self._next_query:
             return False
@@ -53,10 +53,10 @@ class SlurmScheduler:
         return datetime.fromisoformat(end).timestamp() - time.time() < seconds + END_QUERY_SECONDS
 
     def requeue(self, after: str = "") -> None:
-        """Have the job started again later, under the same id.
+        """Requeue the job under the same id.
 
         Args:
-            after: Another job of ours that has to end first.
+            after: Another of our jobs, which has to end first.
 
         Raises:
             RuntimeError: The site does not allow it.
@@ -64,9 +64,9 @@ class SlurmScheduler:
         if not self._may_requeue:
             raise RuntimeError("site.slurm.requeue is false: give the same command again, it goes on where this ended")
         log.warning("job %s goes back into the queue%s", self._job_id, f", behind {after}" if after else "")
-        if after:  # which SLURM takes only of a job in the queue, where it also ends this process
+        if after:  # SLURM sets a dependency only on a queued job, and requeueing sends this process SIGTERM
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        else:  # the other job has taken the run, and has spare nodes of its own
+        else:  # with `after`, the other job owns the run's spare jobs
             self.give_back()
         ask("scontrol", "requeue", self._job_id)
         if after:
@@ -76,5 +76,5 @@ class SlurmScheduler:
             time.sleep(QUERY_SECONDS)
 
     def give_back(self) -> None:
-        """Cancel the jobs of nodes that came later, those of the run's earlier jobs too."""
+        """Cancel the run's spare jobs, also those of its earlier jobs."""
         self._spare_jobs.cancel_all()

@@ -1,8 +1,8 @@
-"""Replaces used spare nodes: each new one is a separate job in the queue.
+"""Replaces used spare nodes; each replacement is a separate job in the queue.
 
-SLURM starts a user's commands in any of the user's jobs, so the node of such a job is used like those of the job that
-trains. It ends with that one (`spare_node`); here it is submitted, looked for and cancelled. A training job cannot grow
-instead: SLURM merges jobs only where the site has set `permit_job_expansion`.
+SLURM starts a user's commands in any of the user's jobs, so a spare job's node is used like the training job's own. The
+spare job ends with the training job (`spare_node`); this module submits, finds and cancels it. A training job itself
+cannot grow: SLURM merges jobs only if the site sets `permit_job_expansion`.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ FIELDS = ("%i", "%T", "%N")
 
 
 class SpareJobs:
-    """The jobs of a run's new spare nodes; none where the site does not want them.
+    """The spare jobs of a run; none unless `site.slurm.refill_spares` is set.
 
     Args:
         config: The resolved configuration.
-        job_id: SLURM's number of the job that trains.
-        names: The nodes of that job.
-        run_folder: `train/` of the run; tells runs of the same name apart.
+        job_id: SLURM's number of the training job.
+        names: The nodes of the training job.
+        run_folder: `train/` of the run; distinguishes runs of the same name.
     """
 
     def __init__(self, config: Config, job_id: str, names: Sequence[str], run_folder: Path):
@@ -44,11 +44,11 @@ class SpareJobs:
         self._log = run_folder / "attempts" / "spare-%j.log"
         self._name = f"{run_folder.parent.name}-spare-{digest8(os.path.realpath(run_folder))}"
         self._has_submitted = False
-        # Job -> its node, "" as long as nothing can be started there.
+        # Job -> its node; "" while it waits for one.
         self._jobs: Mapping[str, str] = {}
 
     def nodes(self) -> dict[str, str]:
-        """Return spare node -> its job, for jobs that have a node; the last known ones if SLURM does not answer."""
+        """Return spare node -> its job, for jobs with a node; the last known result if SLURM does not answer."""
         try:
             self._look()
         except RuntimeError as error:
@@ -56,10 +56,10 @@ class SpareJobs:
         return {node: number for number, node in self._jobs.items() if node}
 
     def replace(self, lost: Set[str]) -> None:
-        """Ask for as many nodes as are missing; where SLURM refuses, training goes on without.
+        """Submit a spare job for each missing node; if SLURM rejects one, log a warning.
 
         Args:
-            lost: Nodes that do not train again, the job's own and others.
+            lost: All nodes that will not train again.
         """
         if not self._is_wanted:
             return
@@ -73,7 +73,7 @@ class SpareJobs:
             log.warning("a used-up spare node is not replaced through the queue: %s", error)
 
     def cancel_all(self) -> None:
-        """Cancel whatever the run has in the queue or running, by this process or an earlier one."""
+        """Cancel all of the run's spare jobs, including those of earlier processes."""
         if self._is_wanted:
             try:
                 self._cancel(list(self._find()))
@@ -104,14 +104,14 @@ class SpareJobs:
         return parse_jobs(ask("squeue", *asked))
 
     def _cancel_and_end(self, *_: object) -> None:
-        """End by SIGTERM, with which SLURM announces the end of a job that is cancelled or requeued."""
+        """Cancel spare jobs, then end by SIGTERM, which SLURM sends before it cancels or requeues a job."""
         self.cancel_all()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def parse_jobs(listed: str) -> dict[str, str]:
-    """Return job -> node, "" where it waits for one, from what squeue has printed.
+    """Parse squeue's output to job -> node; "" while the job waits.
 
     Args:
         listed: A line per job, `FIELDS` joined by "|".

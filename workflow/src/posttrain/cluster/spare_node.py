@@ -1,7 +1,7 @@
-"""What runs in a job that holds a spare node: `python -m posttrain.cluster.spare_node`.
+"""The command of a job that holds a spare node: `python -m posttrain.cluster.spare_node`.
 
-It does nothing but end with the job that trains: the head of that one starts on the node what it needs, and cancels
-this job at its own end. This process is for a head that was killed and could not cancel it.
+It only waits for the training job to end. The training job's head starts processes on this node, and normally cancels
+this job when it ends; this process ends the job if the head was killed.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from posttrain import cli
 from posttrain.cluster.slurm_query import job_state
 from posttrain.cluster.slurm_scheduler import END_QUERY_SECONDS
 
-# In which a job has its nodes; one that was put back into the queue has none.
+# States in which a job has its nodes; a requeued job has none.
 STATES_WITH_NODES = ("RUNNING", "RESIZING", "SIGNALING", "STOPPED", "SUSPENDED")
 
 
 def main() -> None:
-    """Wait for the end of the job that trains; a SLURM that does not answer is asked again."""
+    """Wait until the training job ends; retry if SLURM does not answer."""
     job = cli.command_line(__doc__, job=(str, "SLURM's number of the job that trains")).job
     while job_state(job) in (None, *STATES_WITH_NODES):
         time.sleep(END_QUERY_SECONDS)

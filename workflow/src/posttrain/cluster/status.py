@@ -1,8 +1,7 @@
-"""Where a run stands, read from its folder; nothing is written, so a run that is alive does not notice.
+"""Reads the state of a run from its folder, without writing.
 
-A run trains while somebody alive holds its lease. The steps before and after are found among the processes of this
-machine; those on other nodes are jobs of a queue. The rest is what training leaves on disk anyway: metrics, committed
-checkpoints, the log of attempts.
+A run trains while a live process holds its lease. Other steps are found among this machine's processes; on other nodes
+they are jobs in a queue. The rest comes from training's files: metrics, committed checkpoints, the log of attempts.
 """
 
 from __future__ import annotations
@@ -24,30 +23,30 @@ from posttrain.rl.training.lineage import read_lineage
 from posttrain.store import Paths, read_json
 from posttrain.store.lease import Holder, heartbeat_age_seconds, living_holder
 
-# Steps of which reward and speed are shown.
+# Reward and speed are averaged over this many steps.
 LAST_STEPS = 10
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """Where one run stands.
+    """The state of one run.
 
     Args:
-        run: Its name.
+        run: The run's name.
         state: "training", "running" (another step), "finished" (with its report), "trained", or "stopped" (the same
             command resumes it).
-        step: Steps with metrics.
-        num_steps: Steps in all.
+        step: Number of steps with metrics.
+        num_steps: Number of all steps.
         tokens_per_second: Trained tokens per second over the last steps; None before the first.
         reward: Mean reward of the last steps; None before the first.
-        checkpoint: Finished steps of the newest committed checkpoint, 0 without one.
-        checkpoint_unix: When it was committed.
-        num_attempts: Ended attempts.
-        last_end: Why the last of them ended; "" before the first.
-        fork: The run and step that it was forked from; "" where it began with the model.
-        holder: Who holds the run's lease; None where nobody alive does.
-        heartbeat_age_seconds: Since the holder's last sign of life.
-        running: Steps other than training that run for it on this machine, each with its process.
+        checkpoint: Steps finished at the newest committed checkpoint, 0 without one.
+        checkpoint_unix: Unix time of its commit.
+        num_attempts: Number of ended attempts.
+        last_end: Reason of the last attempt's end; "" before the first.
+        fork: The run and step of which it is a fork; "" if it began with the model.
+        holder: Holder of the run's lease; None if no live process holds it.
+        heartbeat_age_seconds: Seconds since the holder's last heartbeat.
+        running: The run's steps other than training on this machine, each with its process.
     """
 
     run: str
@@ -67,10 +66,10 @@ class RunStatus:
 
 
 def read_status(paths: Paths) -> RunStatus:
-    """Return where a run stands.
+    """Return a run's state.
 
     Args:
-        paths: Of the run; its `experiment.yaml` exists.
+        paths: The run's; its `experiment.yaml` exists.
     """
     rows, attempts = read_rows(paths.metrics), read_attempts(paths)
     checkpoints = committed_checkpoints(paths.checkpoints)
@@ -96,7 +95,7 @@ def read_status(paths: Paths) -> RunStatus:
 
 
 def running_steps(paths: Paths) -> list[str]:
-    """Return the steps that run for a run on this machine: "evaluate, process 4711"."""
+    """Return a run's running steps on this machine: "evaluate, process 4711"."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -106,21 +105,21 @@ def running_steps(paths: Paths) -> list[str]:
                 continue
             resolved = read_json(folder / words[words.index("--resolved") + 1])
         except (psutil.Error, OSError, ValueError):
-            continue  # it has ended, or is somebody else's
+            continue  # it ended, or belongs to another user
         if (folder / resolved["config"]["site"]["results"] / resolved["run"]).resolve() == paths.run.resolve():
             found.append(f"{script}, process {process.pid}")
     return found
 
 
 def read_attempts(paths: Paths) -> list[dict[str, Any]]:
-    """Return the ended attempts of training; a last line that is being written is left out."""
+    """Return the ended attempts of training; an incomplete last line is skipped."""
     if not paths.attempts.exists():
         return []
     return [json.loads(line) for line in paths.attempts.read_text(encoding="utf-8").split("\n")[:-1]]
 
 
 def find_runs(results: Path) -> list[str]:
-    """Return the names of all runs below a folder, in the order of their begin."""
+    """Return the names of all runs in a folder, oldest first."""
     begun = results.glob("*/experiment.yaml")
     return [path.parent.name for path in sorted(begun, key=lambda path: path.stat().st_mtime)]
 

@@ -1,10 +1,10 @@
 """The head of a training job: holds the lease, and starts attempts until the training is done.
 
-When anything ends before that, everything is ended and starts again from the newest checkpoint; finished sample groups
-are replayed. A node that is gone is replaced by a spare one; where none is left, the scheduler starts the job again
-later. A node that fails its preflight is replaced in the same way; where none is left, training ends and names it,
-because the scheduler could give the same one again. A crash that makes no progress is not repeated for ever: after
-`launch.max_idle_attempts` attempts without a new checkpoint or rollout the head gives up and says where to look.
+When a process ends early, the head ends the attempt and starts another from the newest checkpoint; finished sample
+groups are replayed. Spare nodes replace lost ones; without a spare node, the scheduler requeues the job. Spare nodes
+also replace nodes that fail the preflight; without a spare node, training ends and names the unfit nodes, because the
+scheduler could allocate them again. After `launch.max_idle_attempts` attempts without a new checkpoint or rollout, the
+head gives up and names the logs.
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ LEASE_WAIT_SECONDS = HEARTBEAT_DEAD_SECONDS + HEARTBEAT_SECONDS
 
 
 def supervise(job: TrainingJob, config: Config, nodes: Allocation) -> None:
-    """Run the job to its end under the lease of its run folder.
+    """Train to the end under the lease of the run folder.
 
     Raises:
-        RuntimeError: When somebody else writes to the run, when attempts end without progress, or when too few nodes
-            are left and the job cannot be started again.
-        CheckpointError: What would be loaded is wrong.
-        SystemExit: The job is started again because of this exit code (pods).
+        RuntimeError: Another process holds the run, attempts end without progress, or too few nodes are left and the
+            job cannot be restarted.
+        CheckpointError: A checkpoint is invalid.
+        SystemExit: This exit code makes JobSet restart the pods.
     """
-    # A pod comes when those before it are gone, which may not have had the time to release the lease.
+    # A new pod starts when the old ones are gone, which may have been killed before they released the lease.
     wait_seconds = LEASE_WAIT_SECONDS if NUM_NODES in os.environ else 0.0
     folder, scheduler = job.run_folder / "lease", nodes.scheduler
     try:
         with Lease(job.run_folder, folder, scheduler.job, scheduler.job_is_alive, wait_seconds) as lease:
-            scheduler.give_back()  # what a head has left that was killed
+            scheduler.give_back()  # left by a head that was killed
             try:
                 _Supervision(job, config, nodes, lease).run()
             finally:
                 scheduler.give_back()
     except LeaseHeldError:
-        # Two drivers have submitted before either job ran. What is left to do after the other job, this one does.
+        # Two drivers submitted before either job ran. This job waits for the other and trains the remaining steps.
         holder = living_holder(folder, scheduler.job_is_alive)
         is_another = holder and holder.job != scheduler.job and scheduler.job_is_alive(holder.job)
         if holder and is_another and config.site.slurm.requeue:
@@ -70,7 +70,7 @@ def supervise(job: TrainingJob, config: Config, nodes: Allocation) -> None:
         raise
 
 
-# In an attempt's folder until its end is recorded: the row of `attempts.jsonl` so far.
+# File in an attempt's folder until its end is recorded: the attempt's row of `attempts.jsonl` so far.
 BEGUN = "begun.json"
 
 
@@ -78,10 +78,10 @@ class _Supervision:
     """All attempts of a job.
 
     Args:
-        job: What is trained.
+        job: The training job.
         config: The resolved configuration.
-        nodes: Where.
-        lease: Held by this process.
+        nodes: The allocation of nodes.
+        lease: The run's lease, held by this process.
     """
 
     def __init__(self, job: TrainingJob, config: Config, nodes: Allocation, lease: Lease):
@@ -91,7 +91,7 @@ class _Supervision:
         self._unfit: Unfit = {}
 
     def run(self) -> None:
-        """Start attempts until the training is done."""
+        """Start attempts until training is done."""
         self._record_killed()
         while True:
             names = self._choose_nodes()
@@ -122,8 +122,8 @@ class _Supervision:
             raise
 
     def _count(self, failure: AttemptFailedError, has_progress: bool) -> None:
-        """Give up after too many failures in a row without progress; look at the nodes again where they may be why."""
-        # A lost node is no fault of the run's.
+        """Raise after too many failures without progress; repeat the preflight if nodes may be the cause."""
+        # A lost node is not the run's fault.
         self._idle = 0 if has_progress or failure.lost_nodes else self._idle + 1
         if self._idle == self._config.launch.max_idle_attempts:
             raise RuntimeError(
@@ -134,7 +134,7 @@ class _Supervision:
             self._fit.clear()
 
     def _attempt(self, names: Sequence[str]) -> None:
-        """Run engines and ranks until all ranks are done; record how it went."""
+        """Run engines and ranks until all ranks are done; record the attempt."""
         folder = store.make_next_folder(self._job.run_folder / "attempts")
         row: dict[str, Any] = {
             "attempt": int(folder.name),
@@ -146,7 +146,7 @@ class _Supervision:
         try:
             store.write_json(folder / BEGUN, row)
         except OSError as error:
-            # A full disk ends the attempt where it says so.
+            # If the disk is full, a later write ends the attempt with that error.
             log.warning("attempt %d will not be recorded if it is killed: %s", row["attempt"], error)
         reason = "the supervisor was ended"
         attempt = Attempt(self._job, self._config, self._nodes, names, folder, self._lease, self._fit)
@@ -169,7 +169,7 @@ class _Supervision:
             self._record(row)
 
     def _record_killed(self) -> None:
-        """Record attempts whose supervisor could not; they lasted until something was last written of them."""
+        """Record attempts of killed supervisors; the newest file of an attempt dates its end."""
         for begun in sorted(self._job.run_folder.glob(f"attempts/*/{BEGUN}")):
             row = store.read_json(begun)
             ended = max(path.stat().st_mtime for path in begun.parent.iterdir())
@@ -180,17 +180,17 @@ class _Supervision:
         try:
             store.append_json_line(self._job.run_folder / "attempts.jsonl", row)
         except OSError as error:
-            # Never instead of what has ended the attempt.
+            # This warning must not replace the error that ended the attempt.
             if row["reason"] == "done":
                 raise
             log.warning("attempt %d is not recorded: %s", row["attempt"], error)
 
 
 def _with_own_config(job: TrainingJob, config: Config) -> TrainingJob:
-    """Copy the configuration to where no other driver writes: the next driver may replace it, with other nodes.
+    """Copy the configuration to a file that only this job writes: the next driver may replace the original.
 
     Raises:
-        RuntimeError: It was replaced since this job has read it.
+        RuntimeError: It was replaced after this job read it.
     """
     own = job.run_folder / "job.config.yaml"
     store.write_text(own, job.config_path.read_text(encoding="utf-8"))
@@ -200,6 +200,6 @@ def _with_own_config(job: TrainingJob, config: Config) -> TrainingJob:
 
 
 def _progress(run_folder: Path) -> tuple[int, int]:
-    """Return (checkpoints ever committed by step, finished rollout chunks): it changes when anything was achieved."""
+    """Return (last committed checkpoint's step, number of finished rollout chunks), which measures progress."""
     steps = [int(path.name.removeprefix("step_")) for path in (run_folder / "checkpoints").glob("step_??????")]
     return max(steps, default=0), len(list((run_folder / "rollouts").glob("step_*/chunk_*.json")))

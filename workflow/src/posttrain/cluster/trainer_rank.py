@@ -1,7 +1,7 @@
-"""A trainer rank as a process: `python -m posttrain.cluster.trainer_rank`, also under torchrun.
+"""The process of a trainer rank: `python -m posttrain.cluster.trainer_rank`, also under torchrun.
 
-Its place among the ranks and the engines' secret come from the environment (`rendezvous`, `rl.engines.secret`). Heavy
-modules are imported in `main`, after the arguments are known to be right.
+It reads its rank, the rendezvous and the engines' secret from the environment (`rendezvous`, `rl.engines.secret`).
+`main` imports heavy modules only after the arguments are checked.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from posttrain.types import Prompt
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Read the command line that the supervisor wrote."""
+    """Parse the command line that the supervisor wrote."""
     return cli.command_line(
         __doc__,
         config=(Path, "config.resolved.yaml"),
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def _prompts(dataset: Path, data_check: Path | None) -> list[Prompt]:
-    """Return the prompts of a dataset but those that `approve_data` has found too long."""
+    """Return the prompts of a dataset without those that `approve_data` found too long."""
     from posttrain.rl.data.dataset import load_prompts
     from posttrain.rl.data.prompt_lengths import read_left_out
 
@@ -78,9 +78,9 @@ def _prompts(dataset: Path, data_check: Path | None) -> list[Prompt]:
 
 
 def _always() -> None:
-    """Commit without a lease: a run that torchrun started by hand."""
+    """Allow every commit: torchrun starts runs without a lease."""
 
 
 if __name__ == "__main__":
-    graceful_shutdown.block()  # before there is another thread, which would take the signal
+    graceful_shutdown.block()  # before any other thread, which would receive the signal
     cli.run(main, role=f"trainer {os.environ.get('RANK', '0')}")

@@ -1,7 +1,7 @@
-"""A pod of a gang that is not its head: it waits for the head, and starts on its node what the head asks for.
+"""A pod of a gang other than the head's: it connects to the head, and starts the head's commands on its node.
 
-It ends with exit code 0 when the head is gone, however that ended: whether the JobSet is done, has failed or starts all
-pods again is decided by the head's own end.
+It exits with code 0 when the head is gone. The head's own exit code decides whether the JobSet is done, fails or
+restarts.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from posttrain.cluster.rendezvous_file import REMIND_SECONDS, RendezvousFile
 
 log = logging.getLogger(__name__)
 
-# The head is there a second or two after its pod; shared storage shows what was just written as late as that.
+# The head starts within seconds of its pod, and shared storage shows its file equally late.
 RETRY_SECONDS = 1.0
 
 
 def lend_this_pod(rendezvous: Path, done: Path | None = None) -> None:
-    """Serve the head's requests until it is gone or needs this pod no more.
+    """Run the head's commands until it disconnects.
 
     Args:
-        rendezvous: Where the head says how to reach it.
-        done: Exists when training has ended well; a head that finds it so asks for nobody. None: any head asks.
+        rendezvous: File with the head's address.
+        done: Exists after training succeeded; the head then needs no pods. None: connect to any head.
     """
     if head := _wait_for_head(rendezvous, done):
         obey(head)
@@ -37,10 +37,10 @@ def lend_this_pod(rendezvous: Path, done: Path | None = None) -> None:
 
 
 def join_head(rendezvous: RendezvousFile) -> Head:
-    """Return the head that has written the file.
+    """Connect to the head that wrote the file.
 
     Raises:
-        OSError: Nobody answers, or the listener did not write the file; the head may have ended, and another may come.
+        OSError: No process answers, or another one listens there; the head may have ended, and a new one may start.
     """
     head = Head(join(rendezvous.address, rendezvous.secret, os.environ[NODE_RANK], node=os.environ[NODE_NAME]))
     log.info("joined the head at %s", rendezvous.address)
@@ -48,7 +48,7 @@ def join_head(rendezvous: RendezvousFile) -> Head:
 
 
 def obey(head: Head) -> None:
-    """Start and end commands for the head until it is gone; running commands end then."""
+    """Start and end commands for the head until it disconnects; then end the running command."""
     started: StartedHere | None = None
     number = 0
     try:
