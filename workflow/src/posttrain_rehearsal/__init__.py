@@ -1,6 +1,6 @@
 """Annex: two steps of a training at full size, without a GPU.
 
-Door: `posttrain rehearse` (`command.main`). What it finds lies beside the plan as JSON, which
-`posttrain.plan.rehearsal_record` reads. It runs the trainer of `posttrain` as it is and replaces what it stands on:
-devices, collectives, kernels. docs/planning.md is its page.
+The command is `posttrain rehearse` (`command.main`). It writes its result as JSON into the plan's folder, where
+`posttrain.plan.rehearsal_record` reads it. It runs the real trainer of `posttrain` on simulated devices, collectives
+and kernels. See docs/planning.md.
 """

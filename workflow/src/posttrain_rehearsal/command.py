@@ -1,4 +1,4 @@
-"""Run two training steps of a configuration, at full size and without a GPU, and say what would fail on one."""
+"""Run two training steps of a configuration at full size without a GPU, and report what would fail on one."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from posttrain_rehearsal.start import rehearse, require_rehearsable
 
 
 def main(paths: Paths) -> None:
-    """Rehearse, write JSON and page, and end with the problems."""
+    """Rehearse, write the JSON and the page, and raise the problems."""
     require_rehearsable(paths.resolved)
     with scratch_folder("rehearsal-"), ThreadPoolExecutor(1) as beside:
-        # It needs torch, which whoever only imports this does not, and which leaves folders behind.
+        # It imports torch, which creates folders and which importers of this module do not need.
         from posttrain_rehearsal.engine_side import rehearse_engines
 
         of_engines = beside.submit(rehearse_engines, paths.resolved.config)

@@ -1,4 +1,4 @@
-"""DeepEP's buffer without its kernels: every rank of a group sends to this one what this one sends to itself."""
+"""A stand-in for DeepEP's buffer: every rank of a group sends this rank the tokens that this rank sends itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from posttrain_rehearsal.transformer_engine import require_same_device
 
 @dataclass(frozen=True)
 class _Handle:
-    """Tokens that a dispatch has sent, and received."""
+    """Numbers of tokens that a dispatch sent and received."""
 
     sent: int
     received: int
@@ -26,11 +26,11 @@ class _Event:
         pass
 
     def current_stream_wait(self) -> None:
-        """All is done already."""
+        """Everything is done already."""
 
 
 class _Sizes:
-    """The plan has a term for DeepEP's buffers, which are none of torch's memory."""
+    """Sizes are 0: the plan has its own term for DeepEP's buffers, which torch does not allocate."""
 
     def get_nvl_buffer_size_hint(self, *_: int) -> int:
         return 0
@@ -39,7 +39,7 @@ class _Sizes:
 
 
 def provide(recorder: Recorder) -> None:
-    """Let `deep_ep` be imported."""
+    """Install a stand-in for `deep_ep`."""
 
     class Buffer:
         def __init__(self, group: Any, num_nvl_bytes: int, num_rdma_bytes: int):
@@ -54,7 +54,7 @@ def provide(recorder: Recorder) -> None:
         def dispatch(
             self, x: torch.Tensor, topk_idx: Any = None, handle: Any = None, num_tokens_per_expert: Any = None, **_: Any
         ) -> tuple[Any, ...]:
-            """Return tokens received, their experts here (-1: another rank's), their weights, counts and the handle."""
+            """Return received tokens, their local experts (-1: other ranks'), their weights, counts and the handle."""
             if handle is not None:
                 self._note("dispatch", x, handle.received)
                 return x.new_empty(handle.received, x.shape[1]), None, None, None, None, _Event()

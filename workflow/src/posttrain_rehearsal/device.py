@@ -1,9 +1,9 @@
-"""A device on which nothing is computed: every operation on it is looked at, and gives a tensor of the right shape.
+"""A device that computes nothing: it intercepts every operation, and returns a tensor of the right shape.
 
-A tensor of the device has no values. Small ones that come from the host, or from others that do, have a mirror: a
-tensor on the host to which the same operations are applied. So boundaries of sequences, masks, positions and counts are
-what they would be, and code that asks for their values gets them. Where nobody knows one, `unknown` says what it is.
-torch's fake mode alone has no values, and all code that asks for a count would have to be replaced.
+A tensor of the device has no values. Small tensors that come from the host, or are derived from such ones, have a
+mirror: a host tensor to which the same operations are applied. So boundaries of sequences, masks, positions and counts
+are correct, and code that reads them gets their values. For other values `unknown` returns a substitute. torch's fake
+mode alone has no values, so all code that reads a count would have to be replaced.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from posttrain_rehearsal.recorder import Recorder
 from posttrain_rehearsal.transformer_engine import require_same_type
 
 aten = torch.ops.aten
-# Questions about a tensor, which start no kernel; code asks for devices more often than it does all else.
+# Queries that start no kernel; a tensor's device is read more often than anything else.
 ASKED: dict[Any, Callable[[FakeTensor], Any]] = {
     torch.ops.prim.device.default: lambda tensor: tensor.fake_device,
     aten.is_pinned.default: lambda tensor: False,
 }
 
-# Larger tensors have no mirror. Nor have larger numbers of floating point that come from the host or are overwritten
-# with one number: weights, and the optimizer's state, which are many and decide nothing.
+# Larger tensors have no mirror. Floating-point tensors above FLOATING_BYTES have none if they come from the host or are
+# overwritten with one number: weights and the optimizer's state, which are large and decide nothing.
 MIRROR_BYTES = 1 << 24
 FLOATING_BYTES = 1 << 20
-# On the host the same holds: rollouts that ranks are told are long rows of bytes. Of pinned tensors only vectors have
+# The same limits on the host, where received rollouts are long byte tensors. Among pinned tensors only vectors have
 # values.
 HOST_BYTES, HOST_FLOATING_BYTES = 1 << 28, 1 << 22
 VECTOR_BYTES = 1 << 20
-# Of these operations the values of the inputs do not matter to the values of the output.
+# The output's values do not depend on the inputs' values.
 SHAPE_ONLY = {
     aten.zeros_like.default,
     aten.ones_like.default,
@@ -56,11 +56,11 @@ UNINITIALISED = {
     aten.new_empty_strided.default,
 }
 FILLED = {aten.zeros.default, aten.ones.default, aten.full.default}
-# What they make may become a mask, by an operation that writes into it or another that gives it a type.
+# Their outputs may become masks by in-place writes or casts, so they keep mirrors up to MIRROR_BYTES.
 ONE_NUMBER = SHAPE_ONLY | FILLED
-# What they write does not depend on what was there.
+# Their results do not depend on the overwritten values.
 OVERWRITING = {aten.copy_.default, aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor}
-# They wait for the device, because their result is on the host, or has a size that depends on values.
+# They wait for the device, because their result is on the host, or its size depends on values.
 WAITING = {
     aten._local_scalar_dense.default,
     aten.nonzero.default,
@@ -71,19 +71,19 @@ WAITING = {
     aten.unique_consecutive.default,
     aten._unique2.default,
 }
-# torch's shape functions do not look at the types of factors, as cuBLAS does.
+# torch's shape functions do not check the factors' types; cuBLAS does.
 PRODUCTS = {aten.mm.default, aten.mm.out, aten.bmm.default, aten.addmm.default, aten.baddbmm.default}
 INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
 
 
 class SimulatedDevice(TorchDispatchMode):
-    """Answers for CUDA devices, and tells a recorder what is done on them.
+    """Emulates CUDA devices, and reports their operations to a recorder.
 
     Args:
-        recorder: Gets every operation, every tensor that comes to life, and every wait for the device.
-        collective: Called with what c10d is asked to do.
-        unknown: Called with an operation whose result needs values that nobody knows, and its arguments; returns the
-            result on the host, or NotImplemented where a tensor without values will do.
+        recorder: Gets every operation, every new tensor and every wait for the device.
+        collective: Called with each c10d operation and its arguments.
+        unknown: Called with an operation whose result needs unknown values, and its arguments; returns the result on
+            the host, or NotImplemented if a tensor without values suffices.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class SimulatedDevice(TorchDispatchMode):
         self._alive: dict[int, weakref.ref] = {}
 
     def __enter__(self) -> SimulatedDevice:
-        # What torch.tensor makes for a device is made on the host, and moved by an operation that is seen.
+        # torch.tensor for a device then creates the tensor on the host, and moves it by an operation that we intercept.
         torch._C._set_only_lift_cpu_tensors(True)
         return super().__enter__()
 
@@ -112,7 +112,7 @@ class SimulatedDevice(TorchDispatchMode):
         if func.namespace == "c10d":
             return self._collective(func, args)
         if func is aten._pin_memory.default:
-            func, args, kwargs = aten.clone.default, args[:1], {}  # without a driver no page is pinned
+            func, args, kwargs = aten.clone.default, args[:1], {}  # without a driver pages cannot be pinned
         tensors = [*tensors_of(args), *tensors_of((*kwargs.values(),))]
         device = kwargs.get("device")
         is_here = any(isinstance(tensor, FakeTensor) for tensor in tensors)
@@ -121,7 +121,7 @@ class SimulatedDevice(TorchDispatchMode):
         return self._here(func, types, args, kwargs, tensors)
 
     def _on_host(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Compute on the host, where memory is that of this process: large tensors have no values there either."""
+        """Compute on the host with this process's memory; large tensors have no values there either."""
         most = VECTOR_BYTES if kwargs.get("pin_memory") else _most_host_bytes(kwargs.get("dtype"))
         if func is aten.empty.memory_format and _bytes_of(args[0], kwargs) > most:
             kwargs = {**kwargs, "pin_memory": False}
@@ -131,7 +131,7 @@ class SimulatedDevice(TorchDispatchMode):
         return made.zero_() if func in UNINITIALISED else made
 
     def on_host_without_bytes(self, size: int) -> torch.Tensor:
-        """Return so many bytes on the host that have no values and take no memory."""
+        """Return `size` bytes on the host without values or memory."""
         with self.fake:
             return self._noted(None, torch.empty(size, dtype=torch.uint8))
 
@@ -166,16 +166,16 @@ class SimulatedDevice(TorchDispatchMode):
         return out
 
     def _shaped(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Return tensors of the result's shapes."""
+        """Return fake tensors with the result's shapes."""
         if func is aten._efficient_attention_backward.default:
-            # torch's shape function has a parameter less than the operation: `out`.
+            # torch's shape function lacks one of the operation's parameters, `out`.
             return *map(torch.empty_like, args[1:4]), args[1].new_empty(())
         if func is aten._unsafe_view.default:
-            func = aten.view.default  # whose result is the same
+            func = aten.view.default  # it has the same result
         return self._shapes(func, types, args, kwargs)
 
     def _places(self, func: Any, index: Any) -> Sequence[Any]:
-        """Return an index of positions for one of a mask, which costs a wait, and others as they are."""
+        """Return a mask's index as positions, which costs a wait, and any other index unchanged."""
         if not _is_mask(index):
             return (index,)
         self._recorder.wait(func)
@@ -183,13 +183,13 @@ class SimulatedDevice(TorchDispatchMode):
         return tuple(aten.select.int(found, 1, axis) for axis in range(index.dim()))
 
     def _waited(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Do what needs values: with the mirror's, or with those that are made up."""
+        """Compute an operation that needs values from the mirrors, or else from `unknown`."""
         known = self._known(args, kwargs)
         values = self._unknown(func, args) if known is None else func(*known[0], **known[1])
         return self._from_host(values) if isinstance(values, torch.Tensor) else values
 
     def _mirrored(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
-        """Return what the operation gives on the host; None where values are not known, or too many."""
+        """Return the operation's result on the host; None if values are unknown or too large."""
         if func in UNINITIALISED or any(_size(tensor) > MIRROR_BYTES for tensor in tensors):
             return None
         if func in OVERWRITING and isinstance(tensors[0], FakeTensor):
@@ -219,7 +219,7 @@ class SimulatedDevice(TorchDispatchMode):
         return tree_map_only(FakeTensor, self.mirror, (args, kwargs))
 
     def _chosen(self, func: Any, args: Any) -> Any:
-        """Return what is known of unknown values: each equals itself and is no NaN; top-k's choice is asked for."""
+        """Return partial knowledge of unknown values: each equals itself, so it is no NaN; `unknown` chooses top-k."""
         if func is aten.eq.Tensor and args[0] is args[1]:
             return torch.ones(args[0].shape, dtype=torch.bool)
         chosen = self._unknown(func, args) if func is aten.topk.default else NotImplemented
@@ -235,7 +235,7 @@ class SimulatedDevice(TorchDispatchMode):
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
     def _from_host(self, values: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of the device with the values of one on the host."""
+        """Return a tensor of the device with the values of a host tensor."""
         with self.fake:
             out = torch.empty(values.shape, dtype=values.dtype, device="cuda")
         self._noted(None, out)
@@ -243,13 +243,13 @@ class SimulatedDevice(TorchDispatchMode):
             self.set_values(out, values)
         return out
 
-    # ---- what is alive, and what it is mirrored by ----
+    # ---- live storages and their mirrors ----
 
     def _noted(self, func: Any, out: Any) -> Any:
         for tensor in tensors_of(out):
             if not isinstance(tensor, FakeTensor):
                 continue
-            tensor.constant = None  # its mirror knows; torch would compute with it where there is no device
+            tensor.constant = None  # replaced by the mirror; torch would use it where there is no device
             storage = tensor.untyped_storage()
             key = storage._cdata
             if key not in self._alive:
@@ -263,7 +263,7 @@ class SimulatedDevice(TorchDispatchMode):
         self._recorder.freed(key)
 
     def mirror(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return a tensor's known values as a host tensor that shares them, or None."""
+        """Return a tensor's known values as a host tensor that shares the mirror's memory, or None."""
         whole = self._mirrors.get(tensor.untyped_storage()._cdata)
         if whole is None:
             return None
@@ -271,13 +271,13 @@ class SimulatedDevice(TorchDispatchMode):
         return empty.set_(whole.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def _overwrite(self, tensor: torch.Tensor) -> None:
-        """Forget what a tensor was, if it is all of its storage."""
+        """Give a tensor that is its whole storage a new mirror, which will be overwritten."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._mirrors and _size(tensor) == storage.nbytes() <= _most_bytes(tensor):
             self._mirrors[storage._cdata] = torch.zeros(storage.nbytes(), dtype=torch.uint8)
 
     def set_values(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
-        """Give a tensor of the device values."""
+        """Set the values of a device tensor."""
         mirror = self.mirror(tensor)
         if mirror is None:
             whole = torch.zeros(tensor.untyped_storage().nbytes(), dtype=torch.uint8)
@@ -287,7 +287,7 @@ class SimulatedDevice(TorchDispatchMode):
         mirror.copy_(values)
 
     def _keep(self, out: Any, mirrored: Any, floating_bytes: int) -> None:
-        """Give the results the values computed on the host."""
+        """Store values that were computed on the host as the results' mirrors."""
         for tensor, values in zip(tensors_of(out), tensors_of(mirrored), strict=True):
             storage, other = tensor.untyped_storage(), values.untyped_storage()
             most = floating_bytes if tensor.is_floating_point() else MIRROR_BYTES
@@ -300,7 +300,7 @@ class SimulatedDevice(TorchDispatchMode):
 
     @contextmanager
     def assuming_nothing_finite(self, is_so: bool) -> Iterator[None]:
-        """Treat unknown numbers as possibly NaN in the block."""
+        """Treat unknown numbers as NaN in the block, if `is_so`."""
         self._assumed = math.nan if is_so else 1.0
         try:
             yield
@@ -308,7 +308,7 @@ class SimulatedDevice(TorchDispatchMode):
             self._assumed = 1.0
 
     def _assume(self, out: Any) -> None:
-        """Treat unknown sums and norms as 1, whose logarithm and inverse are finite."""
+        """Set unknown scalars and vectors, such as sums and norms, to 1: their logarithm and inverse are finite."""
         for tensor in tensors_of(out):
             size = tensor.untyped_storage().nbytes()
             if tensor.dim() < 2 and tensor.is_floating_point() and _size(tensor) == size <= VECTOR_BYTES:

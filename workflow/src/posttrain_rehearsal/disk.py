@@ -1,7 +1,7 @@
-"""Checkpoints of a rehearsal: the trainer's own code plans, reads and writes them, and their tensors have no bytes.
+"""Checkpoints of a rehearsal: the trainer's own code plans, reads and writes tensors without bytes.
 
-Files, names, manifests and the commit are real. Not so what ranks agree on: with few of them there, nobody knows
-whether all together hold each tensor once.
+Files, names, manifests and the commit are real. Global validation is not: most ranks are absent, so the rehearsal
+cannot check that all ranks together save each tensor once.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from posttrain.rl.training.saved_state import CheckpointToLoad, SavedState
 
 
 def converted(arch: Architecture, folder: Path) -> None:
-    """Write what a conversion says of a model that it has written: which tensors there are."""
+    """Write the metadata of a converted checkpoint: the list of its tensors."""
     folder.mkdir()
     (folder / METADATA_NAME).write_bytes(pickle.dumps(planned_metadata(arch), protocol=4))
 
 
 def provide(fake: FakeTensorMode) -> None:
-    """Let this rank read and write checkpoints without bytes.
+    """Make this rank read and write checkpoints without bytes.
 
     Args:
-        fake: Makes tensors that have none.
+        fake: Creates tensors without memory.
     """
     checkpoint.torch_save = _save  # type: ignore[assignment]
     checkpoint.load_state_dict = partial(checkpoint.load_state_dict, no_dist=True)
     checkpoint._write_item = _noted  # type: ignore[assignment]
 
     class Reader(checkpoint._ReaderOf):
-        """Gives tensors of the types that metadata say."""
+        """Returns tensors of the metadata's types."""
 
         def read_data(self, plan: Any, planner: Any) -> TorchFuture[None]:
             for item in plan.items:
@@ -67,7 +67,7 @@ def provide(fake: FakeTensorMode) -> None:
             return done
 
     checkpoint._ReaderOf = Reader  # type: ignore[misc]
-    # Of one rank's plan it would say that others are missing.
+    # It would report the tensors of absent ranks as missing.
     default_planner._validate_global_plan = lambda *_: []
     checkpoint_writer.in_thread = _at_once
 
@@ -75,13 +75,13 @@ def provide(fake: FakeTensorMode) -> None:
 def saved_state(
     policy: Policy, torch_dist: Path, folder: Path, finished: int, trainer: SleepingTrainer | None = None
 ) -> SavedState:
-    """Return what begins with weights, or with the checkpoint after some steps, and saves.
+    """Return a state that resumes from initial weights or a checkpoint, and saves.
 
     Args:
         policy: Model and optimizer.
         torch_dist: From `converted`.
         folder: Gets the checkpoints of all ranks.
-        finished: 0 for weights.
+        finished: Number of finished steps of the checkpoint; 0: initial weights.
         trainer: See `CheckpointWriter`.
     """
     checkpoints = CheckpointFolder(folder, keep=1)
@@ -90,7 +90,7 @@ def saved_state(
 
 
 def _save(state: Any, storage_writer: Any, planner: Any, process_group: Any) -> None:
-    """Do as `torch.distributed.checkpoint.save` without asking others, and join what each rank says it wrote."""
+    """Call `torch.distributed.checkpoint.save` without collectives, and merge the metadata of all ranks."""
     torch.distributed.checkpoint.save(
         state,
         storage_writer=storage_writer,
@@ -119,12 +119,12 @@ def _joined(folder: Path) -> Metadata:
 
 def _noted(transforms: Any, stream: Any, data: torch.Tensor, item: Any, name: str, serialization: Any) -> WriteResult:
     if data.device.type != "cpu":
-        raise AssertionError("Tensor must be on CPU device")  # in torch's words
+        raise AssertionError("Tensor must be on CPU device")  # torch's message
     return WriteResult(item.index, data.nbytes, _StorageInfo(name, 0, data.nbytes))
 
 
 def _at_once(work: Callable[[], None]) -> Future[None]:
-    """Do what another thread would, for which nothing here is simulated."""
+    """Run the work of another thread at once: threads are not simulated."""
     work()
     done: Future[None] = Future()
     done.set_result(None)

@@ -1,4 +1,4 @@
-"""Process groups of ranks of which few are there: every call is noted, and messages that have values arrive."""
+"""Process groups of which only some ranks exist: records every call, and delivers messages that have values."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from posttrain_rehearsal.device import SimulatedDevice, tensors_of
 from posttrain_rehearsal.messages import Messages, from_bytes, to_bytes
 from posttrain_rehearsal.recorder import Recorder, place
 
-# Their group is the second argument, that of all others the third.
+# The group is their second argument; it is the third of all other operations.
 OF_ONE = {"allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_", "send", "recv_", "recv_any_source_", "barrier"}
-# Where NCCL's tensors lie.
+# Device of NCCL's tensors.
 DEVICE = "cuda"
-# Bytes of what has few numbers.
+# Limit of small floating-point tensors, in bytes.
 SMALL = 4096
 _OPERATIONS = {
     dist.ReduceOp.SUM: lambda values: values.sum(0),
@@ -29,28 +29,28 @@ _OPERATIONS = {
 
 
 class Groups:
-    """Answers what c10d is asked.
+    """Executes c10d operations.
 
-    Tensors of whole numbers have values, and these arrive: lengths, counts, shapes, objects as bytes. Of other tensors
-    only few numbers do that one rank tells the others, or that are added up: statistics.
+    Integer tensors have values, which are delivered: lengths, counts, shapes, objects as bytes. Of floating-point
+    tensors, only small ones in broadcasts and all-reduces are: statistics.
 
     Args:
         recorder: Gets every call.
-        messages: Between the ranks that are rehearsed.
+        messages: Messages between the rehearsed ranks.
     """
 
     device: SimulatedDevice
 
     def __init__(self, recorder: Recorder, messages: Messages):
         self._recorder, self._messages = recorder, messages
-        # Names of groups that take tensors of the host.
+        # Names of groups for host tensors.
         self.of_host: set[str] = set()
 
     def __call__(self, func: Any, args: Sequence[Any]) -> Any:
-        """Note a call, let values arrive, and return what the operation returns.
+        """Record a call, deliver values, and return the operation's result.
 
         Raises:
-            RuntimeError: NCCL would not take such tensors.
+            RuntimeError: NCCL rejects such tensors.
         """
         name = func._schema.name.partition("::")[2]
         group = ProcessGroup.unbox(args[1] if name in OF_ONE else args[2])
@@ -72,7 +72,7 @@ class Groups:
         return (*([args[0]] if len(returns) == 2 else args[: len(returns) - 1]), work)
 
     def _deliver(self, name: str, group: str, ranks: Sequence[int], args: Sequence[Any]) -> None:
-        """Let values arrive."""
+        """Deliver values."""
         where = place()
         if name == "barrier":
             self._messages.all_said(group, ranks, name, where, b"")
@@ -87,7 +87,7 @@ class Groups:
             for output, content in zip(outputs, said, strict=True):
                 self._set(output, content)
         elif name == "broadcast_":
-            # Rollouts go this way: what the others hold is not asked for.
+            # Rollouts are broadcast, so only the source's bytes are sent.
             mine = self._bytes(args[0][0]) if ranks[args[2]] == dist.get_rank() else b""
             said = self._messages.all_said(group, ranks, name, where, mine)
             self._set(args[0][0], said[args[2]])
@@ -118,9 +118,9 @@ class Groups:
 
 
 def require_nccl_takes(tensors: Sequence[torch.Tensor]) -> None:
-    """Refuse what torch refuses to give NCCL, in its words (`ProcessGroupNCCL.cpp`, `check_gpu_single_tensor`).
+    """Raise torch's errors for tensors that NCCL rejects (`ProcessGroupNCCL.cpp`, `check_gpu_single_tensor`).
 
-    Of tensors with gaps that one rank sends another it only warns, and sends what lies between as well.
+    For non-contiguous tensors in point-to-point calls torch itself only warns, and sends the gaps as well.
     """
     for tensor in tensors:
         if tensor.device.type != DEVICE:
@@ -130,14 +130,14 @@ def require_nccl_takes(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def join(rank: int, world_size: int, gpus_per_node: int, created: list[list[int]], of_host: set[str]) -> None:
-    """Be a rank of so many, without them.
+    """Make this process one rank of a world whose other ranks do not exist.
 
     Args:
-        rank: This one.
-        world_size: Of all.
-        gpus_per_node: For the number of its device.
-        created: Gets the ranks of each group that is made, in order.
-        of_host: Gets the names of groups for tensors of the host.
+        rank: This rank.
+        world_size: Number of all ranks.
+        gpus_per_node: Determines the rank's device.
+        created: Gets the ranks of each new group, in order.
+        of_host: Gets the names of groups for host tensors.
     """
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank % gpus_per_node)}
     new_group = dist.new_group
@@ -153,7 +153,7 @@ def join(rank: int, world_size: int, gpus_per_node: int, created: list[list[int]
         return isinstance(group, ProcessGroup) and group.group_name in of_host
 
     batch = dist.batch_isend_irecv
-    # A batch starts as one: in a ring of ranks that receive before they send, none would wait on a cluster.
+    # A batch starts all calls at once. Send first here, or ranks of a ring that receive first would deadlock.
     dist.batch_isend_irecv = lambda p2p_op_list: batch(sorted(p2p_op_list, key=lambda call: call.op is not dist.isend))
     dist.new_group = make
     dist.get_backend = lambda group=None: dist.Backend(  # type: ignore[misc]

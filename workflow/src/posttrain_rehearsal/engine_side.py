@@ -1,6 +1,6 @@
-"""The engines of a configuration, as SGLang resolves their command lines and loads what an update sends.
+"""The engines of a configuration: SGLang resolves their command lines and loads a weight update.
 
-SGLang runs in its own environment, on GPUs that are only said to be there (`in_sglang`).
+SGLang runs in its own environment on simulated GPUs (`in_sglang`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from posttrain_rehearsal.in_sglang.stand_in_gpus import KERNELS
 from posttrain_rehearsal.rank_subset import shallow
 from posttrain_weights.load_tracer import DTYPES
 
-# Where SGLang's environment is, if it is not in the clone.
+# Folder of SGLang's environment, if it is outside of the clone.
 VARIABLE = "POSTTRAIN_SGLANG_ENV"
 STAMP = ".posttrain-sglang-cpu"
 MAX_NAMED = 5
@@ -59,14 +59,14 @@ def home() -> Path | None:
 
 
 def rehearse_engines(config: Config, changed: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Resolve the command line of each kind of engine, and send it an update.
+    """Resolve the command line of each kind of engine, and load an update into it.
 
     Args:
         config: The resolved configuration.
-        changed: For tests: "argv" that is added, or "sent" in the place of what the transfer sends.
+        changed: For tests: additional "argv", or "sent" instead of the transfer's tensors.
 
     Returns:
-        "not_rehearsed": why, or ""; "engines": one row each; "problems"; "seconds"; "stand_ins".
+        "not_rehearsed": reason, or ""; "engines": one row each; "problems"; "seconds"; "stand_ins".
     """
     started, changed = time.perf_counter(), changed or {}
     found: dict[str, Any] = {"not_rehearsed": "", "engines": [], "problems": [], "stand_ins": {}}
@@ -95,9 +95,9 @@ def rehearse_engines(config: Config, changed: Mapping[str, Any] | None = None) -
 
 
 def sent_tensors(config: Config) -> Iterator[Sent]:
-    """Yield what a weight transfer sends, in its order: Hub names, FP8 codes and scales where engines serve FP8.
+    """Yield the tensors of a weight transfer in its order: Hub names, with FP8 codes and scales if engines serve FP8.
 
-    With drafts engines that started without weights get the MTP layers, too, from the checkpoint.
+    With drafts, engines that started without weights also get the MTP layers from the checkpoint.
     """
     arch, served = config.model.architecture, served_format(config)
     for name, spec in expected_tensors(arch).items():
@@ -173,10 +173,10 @@ def _row(engine: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def find_engine_problems(row: Mapping[str, Any], flags: Sequence[Flag]) -> Iterator[Problem]:
-    """Yield what SGLang rejects, and what of an update does not arrive as planned.
+    """Yield arguments that SGLang rejects, and tensors that an update does not load as planned.
 
     Args:
-        row: Of one kind of engine.
+        row: Result of one kind of engine.
         flags: Its command line.
     """
     if words := row["refused"]:

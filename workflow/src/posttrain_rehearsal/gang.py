@@ -1,8 +1,8 @@
-"""The process in which a rehearsal's ranks are forked, in the environment of `make env-rehearsal`.
+"""Forks the ranks of a rehearsal, in the environment of `make env-rehearsal`.
 
     python -m posttrain_rehearsal.gang RESOLVED FOLDER
 
-writes `{rank}.json` into the folder: what the rank did, and what ended it.
+writes `{rank}.json` into the folder: the rank's trace and its error, if any.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 
 def main() -> None:
-    """Fork all ranks, and wait for them; the first that fails ends the others."""
+    """Fork all ranks and wait for them; the first failure ends the others."""
     resolved, folder = Path(sys.argv[1]), Path(sys.argv[2])
     from posttrain.cluster.processes import die_with_parent
 
@@ -35,7 +35,7 @@ def main() -> None:
     from posttrain_rehearsal.recorder import Recorder
     from posttrain_rehearsal.sampled_shapes import sampled_shapes_of
 
-    # Its advice is for whoever changes the trainer.
+    # Megatron's warnings address developers of the trainer.
     logging.getLogger("megatron").setLevel(logging.ERROR)
     asked, recorder = read_resolved(resolved), Recorder()
     whole = asked.config
@@ -48,11 +48,11 @@ def main() -> None:
     config, drawn = rehearsed_config(asked), sampled_shapes_of(asked)
     ranks = members(config, is_quick(asked))
     disk.converted(config.model.architecture, folder / "torch_dist")
-    # Who does not know it reads and leaves no messages.
+    # Prefix of all keys: processes without it cannot read or write messages.
     secret = secrets.token_hex(16)
     port_file = folder / "port"
     children: dict[int, int] = {}
-    # What all ranks share is looked at by none of their collections, and stays shared.
+    # Frozen objects are skipped by the children's garbage collections, so their pages stay shared.
     gc.collect()
     gc.freeze()
     for rank in ranks:
@@ -70,7 +70,7 @@ def main() -> None:
         rank = children.pop(child)
         if status and not failed:
             failed = True
-            time.sleep(1)  # who fails for the same reason says so
+            time.sleep(1)  # lets ranks that fail for the same reason report it
             for other in children:
                 os.kill(other, signal.SIGTERM)
         print(f"rank {rank} ended, {len(children)} to go", flush=True)
@@ -87,7 +87,7 @@ def _be(
     secret: str,
     of_stage: int,
 ) -> None:
-    """Be a rank, write what happened, and end."""
+    """Run one rank, write its trace, and exit."""
     import torch
     import torch.distributed as dist
 
@@ -100,7 +100,7 @@ def _be(
     met = dist.TCPStore("127.0.0.1", int(port_file.read_text()), timeout=timedelta(seconds=60))
     store = dist.PrefixStore(secret, met)
     if rank == ranks[0]:
-        # All ranks do the same things at about the same time.
+        # One rank reports for all, which run nearly in step.
         recorder.announce = lambda phase: print(
             f"rank {rank}: {f'step {phase.step} of {STEPS}, ' if phase.step else ''}{phase.name}", flush=True
         )

@@ -1,8 +1,8 @@
-"""What is computed once for all arguments of the same shapes, and counted each time.
+"""Computations that run once for all arguments of the same shapes, and are counted each time.
 
-Which keys queries attend to is found block by block of queries, positions of tokens layer by layer, log-probabilities
-chunk by chunk of tokens, and the weights that are served matrix by matrix, in thousands of small operations for each
-layer, pass and row: there a rehearsal would spend most of its time.
+The choice of keys runs per block of queries, positions per layer, log-probabilities per chunk of tokens, and served
+weights per matrix, in thousands of small operations for each layer, pass and row: without the cache, a rehearsal would
+spend most of its time there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from posttrain_rehearsal.recorder import Phase, Recorder
 
 
 def provide(recorder: Recorder) -> None:
-    """Let the choice of keys, positions, log-probabilities of a chunk, and a served matrix be such computations."""
+    """Memoize the choice of keys, positions, log-probabilities of a chunk, and served matrices."""
     from posttrain.rl.algorithm import logprobs
     from posttrain.rl.megatron_backend import packed_rotary, served_values
     from posttrain.rl.megatron_backend.glm5 import latent_space
@@ -34,12 +34,12 @@ def provide(recorder: Recorder) -> None:
 def once(
     function: Callable[..., torch.Tensor], recorder: Recorder, like: Callable[..., Any]
 ) -> Callable[..., torch.Tensor]:
-    """Return a function that returns a tensor without values where it knows what the given one would have done.
+    """Wrap a function; for known arguments the wrapper returns a tensor without values, and repeats the counts.
 
     Args:
-        function: Keeps nothing but what it returns, and what its first argument keeps.
-        recorder: Counts.
-        like: Returns of its arguments what decides what it does; None where it has to be asked each time.
+        function: Its only effects are its result and what its first argument stores.
+        recorder: Repeats the counts.
+        like: Returns a cache key of the arguments, or None if the call cannot be cached.
     """
     known: dict[Any, tuple[Phase, torch.device, torch.Tensor, dict[Any, torch.Tensor]]] = {}
 
@@ -66,7 +66,7 @@ def _without_values(like: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _like_places(select: Any, places: torch.Tensor, *numbers: int) -> Any:
-    # A choice that is kept is made once, and read by layers that take it over.
+    # A stored choice is computed once, and read by the layers that share it.
     kept = sorted(select.bits) if isinstance(select, KeptKeys) else None
     chosen = select.select if isinstance(select, KeptKeys) else select
     if chosen is not None and not isinstance(chosen, partial):
@@ -87,13 +87,13 @@ Chunks = Callable[[torch.Tensor, torch.Tensor, float, int], Iterator[tuple[slice
 
 
 def few_of_alike(chunks: Chunks, recorder: Recorder) -> Chunks:
-    """Return what yields two chunks of each size; what is done with the second counts for the others.
+    """Yield only two chunks of each size; the counts of the second are repeated for the others.
 
-    The second finds what the first has left behind, as each one after it finds what the one before has left.
+    The second chunk starts with the memory that the first leaves behind, as every later one does.
 
     Args:
         chunks: `logprobs.logit_chunks`.
-        recorder: Counts.
+        recorder: Repeats the counts.
     """
 
     def few(

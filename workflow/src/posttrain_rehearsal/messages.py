@@ -1,7 +1,7 @@
-"""Messages that have values, between the ranks that are rehearsed: counts, shapes, objects.
+"""Messages with values between the rehearsed ranks: counts, shapes, objects.
 
-Whoever waits for a message waits as on a cluster. A call that the others answer with another one would hang there, and
-so would a wait of all ranks at a time; here both sides are named.
+A rank waits for a message as on a cluster. Different calls of one group's ranks, or all ranks waiting, would hang
+there; here they raise an error that names both ranks.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from datetime import timedelta
 import torch
 from torch.distributed import DistStoreError, Store
 
-# A wait looks so often whether anybody is still computing.
+# A waiting rank checks this often whether any rank still computes.
 LOOK = timedelta(seconds=5)
 LOOKS = 3
 
 
 class HangError(RuntimeError):
-    """Ranks of a group call different collectives: on a cluster they would hang."""
+    """Ranks of a group call different collectives, which would hang on a cluster."""
 
 
 class Messages:
-    """What this rank has said and heard.
+    """Exchanges this rank's messages.
 
     Args:
-        store: Where all ranks leave their messages.
-        rank: This one.
-        members: All that are rehearsed.
-        of_stage: Ranks of a pipeline stage; stages that are not rehearsed send what those beside them send.
+        store: Store for the messages of all ranks.
+        rank: This rank.
+        members: All rehearsed ranks.
+        of_stage: Number of ranks per pipeline stage; absent stages send the messages of a neighbour.
     """
 
     def __init__(self, store: Store, rank: int, members: Sequence[int], of_stage: int = 1):
@@ -40,10 +40,10 @@ class Messages:
         self._counts: Counter[str] = Counter()
 
     def all_said(self, group: str, ranks: Sequence[int], call: str, place: str, mine: bytes) -> list[bytes]:
-        """Return what each rank of a group has said; those that are not rehearsed say what one that is has said.
+        """Return the message of each rank of a group; absent ranks send that of a rehearsed one.
 
         Raises:
-            HangError: Another one called something else, gives more or less, or does not call.
+            HangError: A rank calls another collective, sends another number of bytes, or does not call.
         """
         number = self._counts[group]
         self._counts[group] += 1
@@ -57,16 +57,16 @@ class Messages:
         return [said.get(rank, said[there[index % len(there)]]) for index, rank in enumerate(ranks)]
 
     def send(self, to: int, call: str, place: str, mine: bytes) -> None:
-        """Leave a message for one rank."""
+        """Send a message to one rank."""
         key = f"{self._rank}>{to}"
         self._say(f"{key}/{self._counts[key]}", call, place, mine)
         self._counts[key] += 1
 
     def receive(self, origin: int, place: str) -> bytes:
-        """Return the next message of one rank.
+        """Return the next message from one rank.
 
         Raises:
-            HangError: It sends none.
+            HangError: The rank sends none.
         """
         number = self._counts[f"{origin}>{self._rank}"]
         self._counts[f"{origin}>{self._rank}"] += 1
@@ -74,11 +74,11 @@ class Messages:
         return self._heard(f"{origin}>{to}/{number}", origin, "send", place)
 
     def _in_place_of(self, origin: int) -> tuple[int, int]:
-        """Return the pair that exchanges the same message: if a stage is not rehearsed, the nearest one behind it.
+        """Return a rehearsed pair that exchanges the same message: the nearest stages beyond an absent one.
 
         Example:
-            Stages 0, 1 and 3 of one rank each: what 3 waits for from 2 is as what 1 sends 2; what 1 waits for from 2 is
-            as what 3 sends it.
+            With stages 0, 1 and 3 of one rank each, 3 receives from 2 what 2 would receive from 1, and 1 receives from
+            2 what 2 would receive from 3.
         """
         to, away = self._rank, self._of_stage if origin > self._rank else -self._of_stage
         while origin not in self.members:
@@ -86,11 +86,11 @@ class Messages:
         return origin, to
 
     def end(self) -> None:
-        """This rank says nothing any more."""
+        """Mark this rank as silent."""
         self._store.add("silent", 1)
 
     def _say(self, key: str, call: str, place: str, mine: bytes) -> None:
-        # A store takes 8 MiB at a time; rollouts are larger, and here the same number again and again.
+        # A store's values are limited to 8 MiB; rollouts are larger, but their equal tokens compress well.
         head, body = json.dumps([call, place]).encode(), zlib.compress(mine, level=1)
         self._store.set(key, len(head).to_bytes(4, "big") + head + body)  # type: ignore[arg-type]
 
@@ -121,12 +121,12 @@ class Messages:
 
 
 def to_bytes(tensor: torch.Tensor | None) -> bytes:
-    """Return a tensor's bytes, empty for unknown values."""
+    """Return a tensor's bytes; empty for unknown values."""
     return b"" if tensor is None else tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def from_bytes(content: bytes, like: torch.Tensor) -> torch.Tensor | None:
-    """Return `to_bytes`'s tensor, of another one's type and shape."""
+    """Return the tensor of `to_bytes` with another tensor's type and shape; None if the sizes differ."""
     if len(content) != like.numel() * like.element_size():
         return None
     if not content:

@@ -1,4 +1,4 @@
-"""A rehearsal's outcome as it is written, and as a page."""
+"""The result of a rehearsal, as JSON and as a page."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from posttrain_rehearsal.rank_subset import is_quick, stage_size, stages_of
 from posttrain_rehearsal.sampled_shapes import rehearsed_row, sampled_shapes_of
 from posttrain_rehearsal.traces import ACTIVATIONS, LeftOut, Trace, find_problems
 
-# What the plan adds for what no tracker sees, and for engines, which are not there.
+# The plan's terms for engines, which are absent here, and for memory that no tracker measures.
 ENGINES = ("engine_weights", "kv_pool", "engine_work", "engine_routes")
 UNSEEN = ("reserve", "fragmentation", *ENGINES)
-# Phases that the plan counts tensor by tensor, and the step in which rows are full and the optimizer has its state.
+# Phases that the plan computes tensor by tensor, and the step with full rows and the optimizer's state.
 PLANNED_PHASES, FULL_STEP = ("rollout", "old_logprobs", "mismatch", "train"), 2
-# What a rank may hold beyond the plan.
+# A rank may exceed the plan by this much.
 UNPLANNED_SHARE, UNPLANNED_GIB = 0.05, 0.5
 
 
@@ -37,9 +37,9 @@ def outcome(resolved: Resolved, rehearsed: Config, traces: Sequence[Trace], seco
 
     Args:
         resolved: The configuration.
-        rehearsed: The same with the layers that were rehearsed.
-        traces: Of all ranks.
-        seconds: It took.
+        rehearsed: The configuration, reduced to the rehearsed layers.
+        traces: Traces of all ranks.
+        seconds: The rehearsal's duration.
     """
     drawn = sampled_shapes_of(resolved)
     planned, whole, rehearsed_awake, awake = (
@@ -55,7 +55,7 @@ def outcome(resolved: Resolved, rehearsed: Config, traces: Sequence[Trace], seco
 
     def left_out(rank: int, phase: str) -> float:
         stage = rank // stage_size(rehearsed)
-        # Before there is a step, what it begins with is there.
+        # Before the first step, use the terms of its first phase.
         return added.get((stage, phase), begun[stage, "rollout"])
 
     return {
@@ -77,7 +77,7 @@ def outcome(resolved: Resolved, rehearsed: Config, traces: Sequence[Trace], seco
         "errors": {str(trace.rank): dict(trace.error) for trace in traces if trace.error},
         "memory": [row for trace in traces for row in _memory_rows(rehearsed, trace, planned, left_out)],
         "reserved_gib": round(reserved, 2),
-        # Of those that take turns nothing is left beside a rank but what the plan counts in every phase.
+        # Engines that take turns with the trainer leave only memory that the plan counts in every phase.
         "engines_gib": 0.0 if takes_turns(resolved.config) else round(max(map(_of_engines, whole)), 2),
         "unseen": [asdict(term) for term in untracked_terms(resolved.config)],
         "capacity_gib": resolved.config.hardware.memory_gib_per_gpu,
@@ -105,7 +105,7 @@ def _memory_rows(
     config: Config, trace: Trace, planned: Sequence[PhaseMemory], left_out: LeftOut
 ) -> list[dict[str, Any]]:
     stage = trace.rank // stage_size(config)
-    # What is made in a phase gets its name at the end of it.
+    # A storage gets its label at the end of the phase that creates it.
     kind_of = {where: kind for phase in trace.phases for kind, where, _ in phase["holders"] if kind != ACTIVATIONS}
     rows = []
     for phase in trace.phases:
@@ -137,7 +137,7 @@ def _memory_rows(
 
 
 def _collectives(config: Config, traces: Sequence[Trace]) -> list[dict[str, Any]]:
-    """Return calls and bytes of the first rank of each stage, by phase, call and group."""
+    """Return calls and bytes of each stage's first rank, by phase, call and group."""
     rows: dict[tuple[Any, ...], list[int]] = defaultdict(lambda: [0, 0])
     for trace in traces:
         if trace.rank % stage_size(config):
@@ -153,7 +153,7 @@ def _collectives(config: Config, traces: Sequence[Trace]) -> list[dict[str, Any]
 
 
 def _waits(traces: Sequence[Trace]) -> list[dict[str, Any]]:
-    """Return where the host waits for the device inside of a step, most often first; the fullest rank's count."""
+    """Return the host's waits for the device in a step, most frequent first; the maximum over ranks."""
     counts: dict[tuple[str, str], int] = defaultdict(int)
     for trace in traces:
         for phase in trace.phases:
@@ -165,7 +165,7 @@ def _waits(traces: Sequence[Trace]) -> list[dict[str, Any]]:
 
 
 def _environment(config: Config) -> list[dict[str, str]]:
-    """Return the variables of each kind of process, as its launcher sets them, and what it takes from this shell."""
+    """Return each kind of process's variables: those of its launcher, and those inherited from this shell."""
     rows = []
     for kind, flags in environments(config).items():
         of_shell = {name: (value, "this shell") for name, value in inherited_by_all(os.environ).items()}
@@ -176,7 +176,7 @@ def _environment(config: Config) -> list[dict[str, str]]:
 
 
 def judge(outcome: Mapping[str, Any]) -> Verdict:
-    """Return what is to be known first."""
+    """Return the verdict: problems, or else warnings."""
     findings = [
         Finding("bad", f"{row['key']} = {row['value']}", f"allowed: {row['allowed']}", row["remedy"])
         for row in outcome["problems"]
@@ -206,7 +206,7 @@ def _may_not_fit(outcome: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _not_released(outcome: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield that a rank has no room beside engines on its GPU that keep what they have."""
+    """Yield a warning if a rank and its GPU's engines together exceed the GPU's memory, and neither releases any."""
     row = max(outcome["memory"], key=lambda row: row["whole_gib"])
     used = row["whole_gib"] + outcome["reserved_gib"]
     if used <= outcome["capacity_gib"] < used + outcome["engines_gib"]:
@@ -219,7 +219,7 @@ def _not_released(outcome: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _not_planned(outcome: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield where a rank holds more than the plan knows, as it does where something is kept that should not be."""
+    """Yield a warning if a rank holds more than planned, for example because a tensor is kept by mistake."""
     rows = [row for row in outcome["memory"] if row["step"] == FULL_STEP and row["phase"] in PLANNED_PHASES]
     row = max(rows, key=lambda row: row["peak_gib"] - row["planned_gib"], default=None)
     if row and row["peak_gib"] - row["planned_gib"] > max(UNPLANNED_GIB, UNPLANNED_SHARE * row["planned_gib"]):

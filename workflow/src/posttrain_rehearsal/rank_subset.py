@@ -1,6 +1,6 @@
-"""Which ranks are rehearsed: whole pipelines, so many that every kind of process group has two members.
+"""Chooses the rehearsed ranks: whole pipelines, with two members of every kind of process group.
 
-A quick rehearsal leaves out stages that are like a middle one, and layers that are like another.
+A quick rehearsal skips duplicates of a middle stage and of a layer.
 """
 
 from __future__ import annotations
@@ -12,34 +12,34 @@ from posttrain.config.families import chooses_keys
 from posttrain.config.load import Resolved
 from posttrain.config.schema import Config
 
-# So many layers are rehearsed in little time.
+# Up to this many layers are rehearsed without a reduction, because they take little time.
 WHOLE_LAYERS = 6
 
 
 def is_quick(resolved: Resolved) -> bool:
-    """Return whether quick=1 asks for few stages."""
+    """Return whether quick=1 is set."""
     return bool(resolved.request.get("quick"))
 
 
 def rehearsed_config(resolved: Resolved) -> Config:
-    """Return the configuration with the layers that are rehearsed: all, or few where it is to be quick."""
+    """Return the configuration with the rehearsed layers: all, or few for a quick rehearsal."""
     return shallow(resolved.config) if is_quick(resolved) else resolved.config
 
 
 def stages_of(config: Config, quick: bool = False) -> list[int]:
-    """Return the stages that are rehearsed: all, or the first, the one behind it, and the last."""
+    """Return the rehearsed stages: all, or for a quick rehearsal the first, the second and the last."""
     count = config.parallel.pipeline_model_parallel_size
     return sorted({0, 1, count - 1} & {*range(count)}) if quick else [*range(count)]
 
 
 def members(config: Config, quick: bool = False) -> list[int]:
-    """Return the ranks, in order.
+    """Return the rehearsed ranks, in order.
 
     Ranks of a stage are numbered tensor, context, data; experts' ranks tensor, expert, data (Megatron Core's order
-    "tp-cp-ep-dp-pp"). So the first rank's neighbour in each kind of group lies one stride of that kind away.
+    "tp-cp-ep-dp-pp"). So the first rank's neighbour in each kind of group is one stride of that kind away.
 
     Example:
-        GLM-5 on 16 nodes (TP4 CP2 DP4 PP4, EP32): of each stage of 32 the ranks 0, 1, 4 and 8.
+        GLM-5 on 16 nodes (TP4 CP2 DP4 PP4, EP32): ranks 0, 1, 4 and 8 of each stage of 32 ranks.
     """
     of_stage, stages = stage_size(config), stages_of(config, quick)
     columns = [place for place in _strides(config) if place < of_stage]
@@ -47,7 +47,7 @@ def members(config: Config, quick: bool = False) -> list[int]:
 
 
 def stage_size(config: Config) -> int:
-    """Return the ranks of a pipeline stage."""
+    """Return the number of ranks in a pipeline stage."""
     return world_size(config) // config.parallel.pipeline_model_parallel_size
 
 
@@ -61,7 +61,7 @@ def _strides(config: Config) -> list[int]:
         else (),
     ):
         stride = 1
-        for size in (*sizes, stage_size(config)):  # data parallelism takes the rest
+        for size in (*sizes, stage_size(config)):  # data parallelism has the largest stride
             if size > 1:
                 strides.append(stride)
             stride *= size
@@ -69,10 +69,10 @@ def _strides(config: Config) -> list[int]:
 
 
 def shallow(config: Config) -> Config:
-    """Return the configuration with few layers, some of each kind: a dense one where there are any, then others.
+    """Return the configuration with few layers of each kind: a dense one if there are any, then others.
 
-    Stages keep their chunks, and a chunk as many layers as share one choice of keys, which its first makes. A model of
-    few layers stays whole.
+    Stages keep their chunks. A chunk has as many layers as share one choice of keys, which its first layer makes. A
+    model of few layers is unchanged.
     """
     arch, parallel = config.model.architecture, config.parallel
     num_chunks = parallel.pipeline_model_parallel_size * parallel.virtual_pipeline_model_parallel_size

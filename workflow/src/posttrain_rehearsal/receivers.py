@@ -1,4 +1,4 @@
-"""Engines that get weights from shard to shard: what they hold is made up, and messages to them arrive nowhere."""
+"""Simulated engines for sharded weight transfers: their slices are made up, and messages to them are dropped."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from posttrain_weights.shared_memory import HANDLE_BYTES
 from posttrain_weights.transfer_plan import EngineSlice
 from posttrain_weights.transport import Place, Transports
 
-# All members have the same, so that NCCL takes them.
+# Equal for all members, so that NCCL is used.
 NCCL = "2"
 
 
 def provide(recorder: Recorder, config: Config) -> None:
-    """Let a transfer's members meet nobody, its messages leave, and memory that a GPU shares be a tensor."""
+    """Replace the transfer's rendezvous, its messages, and memory that processes share on a GPU."""
     from posttrain.rl.weight_sync import sharded
     from posttrain_weights import sender
 
@@ -57,7 +57,7 @@ def provide(recorder: Recorder, config: Config) -> None:
             return []
 
         def close(self) -> None:
-            """Nobody waits for this rank."""
+            """Do nothing: no process waits for this rank."""
 
     sharded.Channel = SimulatedChannel  # type: ignore[assignment,misc]
     sharded._meeting_place = lambda: (None, "")
@@ -67,7 +67,7 @@ def provide(recorder: Recorder, config: Config) -> None:
 
 class _Done:
     def wait(self, *_: Any) -> None:
-        """It has left already."""
+        """Return at once: the message counts as sent."""
 
 
 class _Shared:
@@ -79,12 +79,12 @@ class _Shared:
         self.values = torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
     def close(self) -> None:
-        """Give it back."""
+        """Free the memory."""
         self.values = torch.empty(0, dtype=torch.uint8)
 
 
 def places_of(config: Config) -> list[Place]:
-    """Return where trainer and engine ranks are: on the same GPUs, or engines on nodes of their own."""
+    """Return the places of trainer and engine ranks: on the same GPUs, or engines on their own nodes."""
     trainers = world_size(config)
     first = trainers if config.engine.own_nodes else 0
     gpus = [*range(trainers), *range(first, first + sum(engine_sizes(config)))]
@@ -92,7 +92,7 @@ def places_of(config: Config) -> list[Place]:
 
 
 def engine_sizes(config: Config) -> list[int]:
-    """Return the GPUs of each engine."""
+    """Return the number of GPUs of each engine."""
     engine = config.engine
     sizes = [engine.gpus_per_engine] * engine.num_engines
     return sizes + [engine.pd.gpus_per_prefill_engine] * engine.pd.num_prefill_engines
@@ -100,7 +100,7 @@ def engine_sizes(config: Config) -> list[int]:
 
 @dataclass(frozen=True)
 class SimulatedEngineShards(EngineShards):
-    """Each engine holds what ranks that are there have of one layer and expert of each kind, dealt to its ranks.
+    """Each engine holds the present ranks' parts of one layer and expert of each kind, distributed over its ranks.
 
     Args:
         config: The resolved configuration.
@@ -110,7 +110,7 @@ class SimulatedEngineShards(EngineShards):
 
     @cached_property
     def held(self) -> EngineLayout:
-        """What they hold."""
+        """The engines' slices."""
         of_senders: dict[int, dict[str, None]] = defaultdict(dict)
         for name, boxes in self.values.holders.items():
             for sender in {sender for senders in boxes.values() for sender in senders}:
@@ -130,7 +130,7 @@ class SimulatedEngineShards(EngineShards):
 
 
 def one_of_each_kind(names: Sequence[str]) -> set[str]:
-    """Return the names of one layer and expert of each kind: the others are like them."""
+    """Return the names of one layer and one expert of each kind; the others are alike."""
     chosen: dict[str, str] = {}
     for name in names:
         chosen.setdefault(re.sub(r"\.\d+\.", ".#.", name), name)

@@ -14,30 +14,30 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
-# Their tensors are [B, S, N, D], and torch's formulas take them for [B, N, S, D].
+# Their tensors are [B, S, N, D], but torch's formulas expect [B, N, S, D].
 PLACES_FIRST = {
     aten._efficient_attention_forward,
     aten._efficient_attention_backward,
     aten._flash_attention_forward,
     aten._flash_attention_backward,
 }
-# torch's allocator hands out whole blocks of so many bytes.
+# torch's allocator rounds sizes up to this many bytes.
 BLOCK = 512
 
 
 @dataclass
 class Phase:
-    """What happened between two points of a step.
+    """Counts of one phase of a step.
 
     Args:
-        name: Of the phase.
-        peak: Most bytes of the device that were alive at a time.
-        holders: Bytes at that time by what held them (kind, place in the code).
-        host_peak: The same of large tensors on the host.
+        name: Name of the phase.
+        peak: Peak of live device memory, in bytes.
+        holders: Bytes at the peak by (kind, place in the code).
+        host_peak: Peak of large host tensors, in bytes.
         flops: Floating-point operations of matrix products and attention.
         moved: Bytes read and written by operations.
-        kernels: Operations that start one.
-        waits: Place in the code -> times that the host waited for the device.
+        kernels: Number of operations that start a kernel.
+        waits: Place in the code -> number of waits of the host for the device.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Phase:
 
 
 class Recorder:
-    """Listens to a `SimulatedDevice`."""
+    """Records the operations of a `SimulatedDevice`."""
 
     def __init__(self) -> None:
         self.phases: list[Phase] = []
@@ -60,26 +60,26 @@ class Recorder:
         self._live: dict[int, tuple[int, str, str]] = {}
         self._host: dict[int, int] = {}
         self._bytes = self._host_bytes = self._snapped = 0
-        # What a fused kernel's own operations make is no memory unless it outlives them.
+        # Storages of a fused kernel's own operations, which count only if they outlive the kernel.
         self._inside: dict[int, tuple[int, str, str]] | None = None
         self.step = 0
         self.created: list[list[int]] = []
         self.collectives: list[dict[str, Any]] = []
-        # Of small tensors that ranks added up: the place in the code, and the result.
+        # Small tensors that ranks added up: the place in the code, and the result.
         self.sums: list[tuple[str, list[float]]] = []
-        # What ranks count together, how many they count, how many there are, place of the sum (`values`).
+        # Name, count over the ranks, expected count, place of the sum (`values`).
         self.counted: list[tuple[str, int, int, str]] = []
-        # Parts of weights, the ranks over which their gradients are added up, and what made their buffer.
+        # Parts of weights, the ranks over which their gradients are reduced, and the place of their buffer.
         self.reductions: list[dict[str, Any]] = []
-        # What made the buffers whose gradients grew after they had been given away to be added up.
+        # Places of the buffers whose gradients grew after their reduction had begun.
         self.late: list[str] = []
         self.values: Callable[[torch.Tensor], torch.Tensor | None] = lambda tensor: None
-        # Hears of each phase that begins.
+        # Called at the begin of each phase.
         self.announce: Callable[[Phase], None] = lambda phase: None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Phase]:
-        """Note what happens in the block under a name."""
+        """Record the block as a phase."""
         before, self._phase = self._phase, Phase(name, self.step, peak=self._bytes, host_peak=self._host_bytes)
         self._phase.holders, self._snapped = self._held(), self._bytes
         self.phases.append(self._phase)
@@ -93,17 +93,17 @@ class Recorder:
 
     @property
     def phase_name(self) -> str:
-        """The present one."""
+        """Name of the current phase."""
         return self._phase.name
 
     @property
     def peak(self) -> int:
-        """Most bytes that were alive at a time in the present phase."""
+        """Peak of live bytes in the current phase."""
         return self._phase.peak
 
     @contextmanager
     def counts(self) -> Iterator[Phase]:
-        """Note what happens in the block, in the present phase and apart: of memory what it takes beside the rest."""
+        """Record the block in the current phase and separately; memory is counted above what is already live."""
         outer, base, held, snapped = self._phase, self._bytes, self._held(), self._snapped
         inner = self._phase = Phase(outer.name, self.step, peak=base, host_peak=self._host_bytes)
         self._snapped = base
@@ -118,7 +118,7 @@ class Recorder:
             self._add_counts(inner, base, held)
 
     def repeat(self, counts: Phase) -> None:
-        """What `counts` has noted happens once more."""
+        """Count the events of a `counts` block once more."""
         self._add_counts(counts, self._bytes, None)
 
     def _add_counts(self, counts: Phase, base: int, held: dict[tuple[str, str], int] | None) -> None:
@@ -135,17 +135,17 @@ class Recorder:
             self._snapped = phase.peak
 
     def label(self, key: int, kind: str) -> None:
-        """Say what a storage is for."""
+        """Set the kind of a storage."""
         if key in self._live:
             size, _, place = self._live[key]
             self._live[key] = size, kind, place
 
     def place_of(self, key: int) -> str:
-        """Return where a storage was made."""
+        """Return the place in the code that created a storage."""
         return self._live[key][2]
 
     def allocated(self, key: int, size: int, device: str) -> None:
-        """A storage has come to life."""
+        """Record a new storage."""
         if device != "cuda":
             self._host[key] = size
             self._host_bytes += size
@@ -158,7 +158,7 @@ class Recorder:
             self._add(key, made)
 
     def begin_anew(self) -> None:
-        """What follows happens in a new process: what is alive was another's."""
+        """Start with empty memory, as in a new process."""
         self._live.clear()
         self._host.clear()
         self._bytes = self._host_bytes = self._snapped = 0
@@ -170,10 +170,10 @@ class Recorder:
 
     @contextmanager
     def fused(self, read: int) -> Iterator[None]:
-        """The operations of the block are one kernel's: of the memory they take only what is left at its end counts.
+        """Count the block's operations as one kernel; of its memory only what is live at the end counts.
 
         Args:
-            read: Bytes of what it is given.
+            read: Bytes of the kernel's inputs.
         """
         if self._inside is not None:
             yield
@@ -188,7 +188,7 @@ class Recorder:
                 self._add(key, made)
 
     def freed(self, key: int) -> None:
-        """A storage is no more."""
+        """Record a freed storage."""
         if self._inside and self._inside.pop(key, None):
             return
         if key in self._host:
@@ -199,7 +199,7 @@ class Recorder:
             self._bytes -= self._live.pop(key)[0]
 
     def resized(self, key: int, size: int) -> None:
-        """A storage of the device has got another size, and is what it was."""
+        """Record a new size of a device storage; kind and place are kept."""
         if key in self._live:
             made = self._live[key]
             self.freed(key)
@@ -212,7 +212,7 @@ class Recorder:
         return dict(held)
 
     def operation(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """An operation of the device was started."""
+        """Record an operation of the device."""
         if func.is_view:
             return
         self._phase.kernels += 1
@@ -225,7 +225,7 @@ class Recorder:
                 self._phase.moved += value.numel() * value.element_size()
 
     def kernel(self, flops: int, moved: int) -> None:
-        """A kernel was started that torch does not know."""
+        """Record a kernel outside of torch."""
         self._phase.kernels += 1
         self._phase.flops += flops
         self._phase.moved += moved
@@ -233,7 +233,7 @@ class Recorder:
     def collective(
         self, name: str, group: Any, tensors: list[Any], size: int, peer: int | None = None, of_host: bool = False
     ) -> None:
-        """A call of a process group; `of_host`: of gloo's, in which no device waits."""
+        """Record a collective; `of_host`: with gloo, where no device waits."""
         self.collectives.append(
             {
                 "name": name,
@@ -250,7 +250,7 @@ class Recorder:
         )
 
     def wait(self, func: Any) -> None:
-        """The host waits for the device."""
+        """Record that the host waits for the device."""
         key = f"{place()} ({func})"
         self._phase.waits[key] = self._phase.waits.get(key, 0) + 1
 
@@ -260,7 +260,7 @@ def _heads_first(value: Any) -> Any:
 
 
 def place() -> str:
-    """Return where in our code, and in Megatron's or Transformer Engine's, the present operation was asked for."""
+    """Return the innermost line of our code and, below it, of Megatron or Transformer Engine."""
     frame: FrameType | None = sys._getframe(2)
     theirs = ""
     while frame is not None:

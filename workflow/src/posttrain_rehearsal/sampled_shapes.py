@@ -12,7 +12,7 @@ from posttrain.errors import ConfigError, Problem, raise_if_any
 from posttrain.plan.sizing.activations import MicroBatch, fullest_micro_batch
 from posttrain.plan.sizing.assumptions import ASSUMPTIONS, Assumptions
 
-# Of a prompt and of its response, in tokens.
+# Tokens of a prompt and of its response.
 Length = tuple[int, int]
 
 
@@ -21,9 +21,9 @@ class SampledShapes:
     """The distributions of a rehearsal.
 
     Args:
-        lengths: Samples are drawn from these; empty: the first step has short ones, the second the longest.
-        lengths_file: Where they stand, or "".
-        assumptions: With the experts' imbalance.
+        lengths: Lengths to draw samples from; empty: short samples in the first step, the longest in the second.
+        lengths_file: The file of lengths, or "".
+        assumptions: The plan's assumptions, with the experts' imbalance.
     """
 
     lengths: tuple[Length, ...] = ()
@@ -35,10 +35,10 @@ AS_PLANNED = SampledShapes()
 
 
 def sampled_shapes_of(resolved: Resolved) -> SampledShapes:
-    """Return what `lengths=FILE` and `expert_imbalance=NUMBER` ask for.
+    """Return the distributions of `lengths=FILE` and `expert_imbalance=NUMBER`.
 
     Raises:
-        ConfigError: The file cannot be read, or has lengths that there cannot be.
+        ConfigError: The file is unreadable or has invalid lengths.
     """
     request = resolved.request
     asked, imbalance = str(request.get("lengths") or ""), request.get("expert_imbalance")
@@ -58,7 +58,7 @@ def sampled_shapes_of(resolved: Resolved) -> SampledShapes:
 
 
 def rehearsed_row(config: Config) -> MicroBatch:
-    """Return the fullest row of a rehearsal: of samples that are equally long."""
+    """Return the fullest row of a rehearsal, made of equally long samples."""
     fullest = fullest_micro_batch(config, ASSUMPTIONS)
     length = fullest.tokens // fullest.num_sequences
     return MicroBatch(fullest.num_sequences * length, fullest.num_sequences, length)

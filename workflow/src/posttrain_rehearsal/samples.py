@@ -1,4 +1,4 @@
-"""Rollouts of a rehearsal: so many samples as fill a few rows of every data-parallel rank."""
+"""Rollouts of a rehearsal, with enough samples to fill a few rows of every data-parallel rank."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from posttrain.rl.training.batch import plan_rows, row_multiples
 from posttrain.types import Prompt, RolloutResult, Routes, Sample, SampleGroup
 from posttrain_rehearsal.sampled_shapes import AS_PLANNED, Length, SampledShapes, rehearsed_row
 
-# Lengths of the first step's samples, as parts of the longest: most have the first, some of the first data-parallel
-# rank the second, some of the others the third. Few: each new length of a row takes time.
+# Lengths of the first step's samples, as fractions of the longest: most have the first, some of the first data-parallel
+# rank's the second, some of the other ranks' the third. Each new length of a row takes time, so there are few.
 SHORTER, AT_LEAST = (0.6, 0.15, 0.05), (2, 3, 2)
-# Fewest rows of a rank in the second step: the first has fewer, and of different lengths.
+# Minimum rows of a rank in the second step; the first has fewer, of different lengths.
 FEWEST_ROWS = 3
-# So many samples of a rank are made shorter at most.
+# At most this many samples of a rank are shortened.
 TRIES = 3
-# A step that no rehearsal comes to.
+# A step beyond every rehearsal.
 NEVER = 100
 
 
 def shortened(config: Config, drawn: SampledShapes = AS_PLANNED) -> Config:
-    """Return the configuration for a few micro-batches a step: as many as fill the pipeline.
+    """Return the configuration with a few micro-batches per step: enough to fill the pipeline.
 
-    What a run compares now and then is compared in the second step, with the fullest rows and beside the whole state.
+    Periodic comparisons run in the second step, with the fullest rows and all of the optimizer's state.
 
     Args:
         config: The resolved configuration.
-        drawn: Shorter samples are more in a row.
+        drawn: With given lengths, which may be shorter, a row holds more samples.
     """
     stages, at_a_time = config.parallel.pipeline_model_parallel_size, micro_batch_multiple(config)
     rows, fullest = max(FEWEST_ROWS, stages, 2 * at_a_time), fullest_micro_batch(config, ASSUMPTIONS)
@@ -59,14 +59,14 @@ def shortened(config: Config, drawn: SampledShapes = AS_PLANNED) -> Config:
 
 
 class MadeUpRollouts:
-    """A `RolloutMaker`: the second step has the longest samples that there can be, the first shorter ones.
+    """A `RolloutMaker`: the second step has the longest possible samples, the first shorter ones.
 
-    Only then all of the optimizer's state is there, which the first update makes. Of given lengths the first step has
-    the shorter half of a draw, the second the longer.
+    The optimizer's state exists only after the first update. With given lengths, the first step gets the shorter half
+    of the drawn samples, the second the longer half.
 
     Args:
         config: From `shortened`.
-        drawn: Given lengths, if there are any.
+        drawn: Distributions of a rehearsal.
     """
 
     def __init__(self, config: Config, drawn: SampledShapes = AS_PLANNED):
@@ -74,11 +74,11 @@ class MadeUpRollouts:
         self._routes = self._one_file() if config.algorithm.routing_replay else None
 
     async def collect(self, step: int) -> RolloutResult:
-        """See `of_step`."""
+        """Return the rollout of a step; see `of_step`."""
         return self.of_step(step)
 
     def of_step(self, step: int) -> RolloutResult:
-        """Return one group of a step, from 1; every second sample is right, so that there is something to learn."""
+        """Return one group of a step, from 1; rewards alternate between 0 and 1, so that advantages are not 0."""
         samples = [
             self._routed(
                 Sample(0, index, (1,) * prompt, (1,) * response, (-1.0,) * response, "stop", 0, float(index % 2))
@@ -88,16 +88,16 @@ class MadeUpRollouts:
         return RolloutResult([SampleGroup(Prompt(0, (), ""), tuple(samples))], 0)
 
     def _one_file(self) -> Routes:
-        """Write where the tokens of the longest sample went: to all experts in turn."""
+        """Write the routes of the longest sample: its tokens go to all experts in turn."""
         arch, tokens = self._config.model.architecture, max(2, self._longest, *map(sum, self._drawn.lengths))
         layers = arch.num_hidden_layers - arch.first_k_dense_replace
         places = np.arange(tokens * layers * arch.num_experts_per_tok) % arch.n_routed_experts
         routes = places.reshape(tokens, layers, -1).astype(smallest(arch.n_routed_experts))
-        self._folder = tempfile.TemporaryDirectory(prefix="routes-")  # as long as there are rollouts
+        self._folder = tempfile.TemporaryDirectory(prefix="routes-")  # deleted with this object
         return RolloutStore(Path(self._folder.name)).write_routes(0, 0, [routes])[0]
 
     def _routed(self, sample: Sample) -> Sample:
-        """Return a sample whose tokens went somewhere: all read the beginning of one file."""
+        """Return a sample with routes; all samples use the beginning of one file."""
         if not self._routes:
             return sample
         layers, _, per_token = self._routes.shape
@@ -114,10 +114,9 @@ class MadeUpRollouts:
         return [(whole - answer, answer) for whole in wholes for answer in [min(response, whole - 1)]]
 
     def _shorter(self, count: int) -> list[int]:
-        """Return lengths of samples that make fewer rows than the longest do, on no rank all of the same length.
+        """Return lengths of samples that fill fewer rows than the longest do; each rank's rows differ in length.
 
-        Nor do the first two ranks have the same, where there are two. Where samples are so short that nothing is left
-        of these differences, there is none.
+        The first two ranks' rows differ, too. If samples are very short, these differences may vanish.
         """
         lengths = (int(self._longest * share) for share in SHORTER)
         most, some, others = map(max, AT_LEAST, lengths)
@@ -134,7 +133,7 @@ class MadeUpRollouts:
         return found
 
     def _rows(self, wholes: Sequence[int]) -> list[list[int]]:
-        """Return the tokens of each row of each data-parallel rank, before the row is padded."""
+        """Return the unpadded tokens of each row of each data-parallel rank."""
         of_sequence = row_multiples(self._config)[1]
         lengths = [-(-whole // of_sequence) * of_sequence for whole in wholes]
         plan = plan_rows(self._config, wholes)

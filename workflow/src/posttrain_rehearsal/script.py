@@ -1,4 +1,4 @@
-"""What a rank does in a rehearsal: it builds, loads, makes two steps of `rl.training.loop`, saves, and resumes."""
+"""The work of one rank in a rehearsal: build, load, run two steps of `rl.training.loop`, save, and resume."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from posttrain_rehearsal.samples import MadeUpRollouts, shortened
 
 aten = torch.ops.aten
 STEPS = 2
-# What experts of the first rank are preferred by at most, in their scores, and how often half of that is taken.
+# Upper bound of the score added to the first rank's experts, and steps of its bisection.
 MOST_PREFERRED, BISECTIONS = 8.0, 12
 
 
 def rehearse(
     config: Config, drawn: SampledShapes, rank: int, recorder: Recorder, messages: Messages, files: Path
 ) -> None:
-    """Be a rank: see the head of this file.
+    """Run one rank.
 
     Args:
         config: The resolved configuration.
-        drawn: Distributions of lengths and of the experts' loads.
-        rank: Which one.
-        recorder: Learns what is done.
-        messages: To the other ranks that are rehearsed.
-        files: Of all of them; has `torch_dist`, from `disk.converted`.
+        drawn: Distributions of lengths and of expert loads.
+        rank: This rank.
+        recorder: Records the rank's operations.
+        messages: Messages to the other rehearsed ranks.
+        files: Folder shared by all ranks; has `torch_dist`, from `disk.converted`.
     """
     from posttrain.rl.megatron_backend.initialize import initialize
     from posttrain.rl.megatron_backend.model import build_policy
@@ -76,7 +76,7 @@ def rehearse(
         recorder.reductions = reductions(recorder, policy, weights)
         with recorder.phase("load"):
             run.resume()
-        gc.freeze()  # what is there by now stays, and need not be looked at again and again
+        gc.freeze()  # these objects stay alive, so garbage collections can skip them
         for step in range(1, STEPS + 1):
             recorder.step = step
             loop.train_step(run, step)
@@ -99,15 +99,15 @@ def _sleeper(recorder: Recorder, policy: Any) -> Any:
 
 
 class Unknown:
-    """Answers for unknown values.
+    """Substitutes for unknown values.
 
-    The experts of tokens are drawn: those of rank 0 get `expert_imbalance` times their share, all others of its stage
-    what is left; the first expert of a rank with other samples gets none.
+    Experts of tokens are random: those of rank 0 get `expert_imbalance` times their share, the stage's other ranks the
+    rest. The first expert of every other rank gets none.
 
     Args:
         config: The resolved configuration.
-        assumptions: With the imbalance.
-        rank: This one.
+        assumptions: The plan's assumptions, with the imbalance.
+        rank: This rank.
     """
 
     def __init__(self, config: Config, assumptions: Assumptions, rank: int):
@@ -117,7 +117,7 @@ class Unknown:
         self._drawn = lru_cache(self._draw)
 
     def __call__(self, func: Any, args: Sequence[Any]) -> Any:
-        """Return the result of an operation."""
+        """Return the substitute result of an operation."""
         if func is aten.topk.default:
             scores, count = args[0], args[1]
             if scores.shape[-1] != self._arch.n_routed_experts or count != self._arch.num_experts_per_tok:
@@ -147,7 +147,7 @@ class Unknown:
 
 
 def _preference(scores: torch.Tensor, mine: slice, count: int, share: float) -> float:
-    """Return what has to be added to the scores of some experts so that they are such a share of those chosen."""
+    """Return the number to add to some experts' scores so that they are a given share of the chosen experts."""
     low, high = 0.0, MOST_PREFERRED
     for _ in range(BISECTIONS):
         middle, raised = (low + high) / 2, scores.clone()
@@ -159,13 +159,13 @@ def _preference(scores: torch.Tensor, mine: slice, count: int, share: float) -> 
 
 
 class _Metrics:
-    """Takes the metrics of rank 0."""
+    """Collects the metrics of rank 0."""
 
     def __init__(self) -> None:
         self.steps: list[Mapping[str, float]] = []
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Keep them."""
+        """Append a step's metrics."""
         self.steps.append(metrics)
 
 
@@ -195,7 +195,7 @@ def _run_of(
     everybody = weights_module.gather_plain
 
     def those_there(mine: Any, group: Any = None) -> list[Any]:
-        """Gather it; ranks that are not there hold nothing."""
+        """Gather with empty lists for absent ranks."""
         return [pieces if rank in there else [] for rank, pieces in enumerate(everybody(mine, group))]
 
     weights_module.gather_plain = those_there
@@ -208,7 +208,7 @@ def _run_of(
         receivers.provide(recorder, config)
         engine_shards: EngineShards = receivers.SimulatedEngineShards(values, None, runner, config)
     else:
-        # Nobody is there to receive anything: what every rank would send through rank 0 is gathered.
+        # There are no receivers, so weights are gathered on rank 0 for the transport "tensor".
         engine_shards = EngineShards(values, None, runner)
         published = replace(config, engine=replace(config.engine, weight_transport="tensor"))
     run = TrainingRun(
@@ -233,7 +233,7 @@ def _follow_phases(recorder: Recorder) -> None:
 
     @contextmanager
     def timed(self: PhaseClock, name: str) -> Iterator[None]:
-        # What goes to sleep and wakes belongs to neither of the phases between which it does.
+        # Sleeping and waking belong to neither of the adjacent phases.
         with nullcontext() if name == ASLEEP.name else recorder.phase(name), original(self, name):
             yield
 
@@ -241,12 +241,12 @@ def _follow_phases(recorder: Recorder) -> None:
 
 
 def reductions(recorder: Recorder, policy: Any, weights: Any) -> list[dict[str, Any]]:
-    """Return which part of which weight this rank holds, and over which ranks its gradients are added up.
+    """Return this rank's parts of weights with the ranks over which their gradients are reduced.
 
     Args:
-        recorder: Knows where buffers were made.
-        policy: With its buffers of gradients.
-        weights: The same parts under their names.
+        recorder: Has the places that created buffers.
+        policy: Has the gradient buffers.
+        weights: The same parts by name.
     """
     buffers = {buffer.param_data.untyped_storage()._cdata: buffer for buffer in policy.buffers}
     rows = []
@@ -259,7 +259,7 @@ def reductions(recorder: Recorder, policy: Any, weights: Any) -> list[dict[str, 
 
 
 def _label(recorder: Recorder, policy: Any) -> None:
-    """Say what weights, gradients and the optimizer's state are."""
+    """Label the storages of weights, gradients and the optimizer's state."""
 
     def name(tensor: Any, kind: str) -> None:
         if isinstance(tensor, torch.Tensor):

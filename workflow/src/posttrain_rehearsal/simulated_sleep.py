@@ -1,4 +1,4 @@
-"""A trainer that sleeps and wakes on a simulated device, without the engines that it takes turns with."""
+"""A trainer that sleeps and wakes on a simulated device, without colocated engines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from posttrain_rehearsal.recorder import Recorder
 
 
 def provide(device: SimulatedDevice, recorder: Recorder) -> None:
-    """Let a recorder know of storages that are emptied and filled; what sleeps on the host has no bytes there."""
+    """Report resized storages to a recorder; host copies of sleeping tensors have no memory."""
     original = torch.UntypedStorage.resize_
 
     def made(_: Any, size: int) -> torch.Tensor:
@@ -31,11 +31,11 @@ def provide(device: SimulatedDevice, recorder: Recorder) -> None:
 
 
 class SimulatedSleep(SleepingTrainer):
-    """Its tensors say where they are: one without values does not notice that it has become one of the host.
+    """Updates its tensors' devices: a tensor without values does not notice that its data moved to the host.
 
     Args:
-        policy: Awake.
-        has_woken: Called when tensors have got other places on the device.
+        policy: An awake policy.
+        has_woken: Called when tensors have new storages on the device.
     """
 
     def __init__(self, policy: Policy, has_woken: Callable[[], None]):
@@ -43,13 +43,13 @@ class SimulatedSleep(SleepingTrainer):
         self._has_woken = has_woken
 
     def sleep(self, parts: Iterable[str]) -> None:
-        """Put awake parts to sleep."""
+        """Offload parts to the host."""
         super().sleep(parts)
         for tensor, _ in self._moved:
             tensor.fake_device = torch.device("cpu")  # type: ignore[attr-defined]
 
     def wake(self, parts: Iterable[str]) -> None:
-        """Wake sleeping parts."""
+        """Load parts back to the device."""
         asleep = [*self._moved]
         super().wake(parts)
         for tensor, device in asleep:

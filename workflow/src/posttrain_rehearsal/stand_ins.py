@@ -1,4 +1,4 @@
-"""Stand-ins for what needs a GPU; `named_stand_ins` lists what each hides."""
+"""Stand-ins for packages and devices that need a GPU; `named_stand_ins` lists what each hides."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from posttrain.plan.sizing.memory import GIB
 from posttrain_rehearsal import deepep, tile_kernels, transformer_engine
 from posttrain_rehearsal.recorder import Recorder
 
-# Of every device, as `envs/rehearsal/runtime.c` has it: an H200's. Kernels that are not started do not depend on it.
+# Of every device, as in `envs/rehearsal/runtime.c`: an H200's. Kernels that are not started do not depend on it.
 MULTIPROCESSORS = 132
 
 
 def install(recorder: Recorder, config: Config) -> None:
-    """Put all stand-ins in place; before Megatron is imported."""
+    """Install all stand-ins; call before Megatron is imported."""
     _provide_transformer_engine(recorder)
     deepep.provide(recorder)
     tile_kernels.provide(recorder, sparse_kernel(config).name)
@@ -37,12 +37,12 @@ def install(recorder: Recorder, config: Config) -> None:
     from posttrain.rl.megatron_backend.simulated import without_random_state
 
     without_random_state()
-    # Module.to would swap a parameter in place, and cannot while the mode knows it.
+    # Module.to would swap parameters in place, which fails while the dispatch mode references them.
     torch.nn.Module._apply = _convert  # type: ignore[method-assign]
 
 
 class _Compiled(ModuleType):
-    """Has what `compiled` has; other names are there, too, and may not be called."""
+    """A stand-in for the compiled module; names that are not implemented exist, and raise when called."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -54,8 +54,8 @@ class _Compiled(ModuleType):
 
 def _provide_transformer_engine(recorder: Recorder) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the package says that its compiled part is missing
-        package: Any = importlib.import_module("transformer_engine")  # ours has its name
+        warnings.simplefilter("ignore")  # the package warns that its compiled part is missing
+        package: Any = importlib.import_module("transformer_engine")  # a module of ours has the same name
     from transformer_engine import common
 
     module = _Compiled("transformer_engine_torch")
@@ -66,7 +66,7 @@ def _provide_transformer_engine(recorder: Recorder) -> None:
     package.pytorch = importlib.import_module("transformer_engine.pytorch")
     utils: Any = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention.utils")
     choose = utils.get_attention_backend
-    # It serves plain tensors, which these stand for.
+    # The fake tensors replace plain ones, for which the backend is chosen.
     utils.get_attention_backend = lambda wanted: choose(replace(wanted, qkv_type=torch.Tensor))
 
 
@@ -83,7 +83,7 @@ def _provide_triton(recorder: Recorder) -> None:
 
 
 def _provide_compiler(recorder: Recorder) -> None:
-    """Let what torch would compile run as it is written, and count as one kernel."""
+    """Run functions for torch.compile uncompiled, and count each as one kernel."""
 
     def compile_it(function: Any = None, **options: Any) -> Any:
         if function is None:
@@ -124,14 +124,14 @@ def _provide_devices(recorder: Recorder, architecture: tuple[int, int], memory: 
 
 
 def _provide_biases() -> None:
-    """Let torch make the mask of causal attention, a tensor of a class of its own that has no memory."""
+    """Create the mask of causal attention, whose tensor class has no memory."""
     from torch.nn.attention.bias import CausalBias
 
     CausalBias.__new__ = lambda kind, *_: torch.Tensor._make_subclass(kind, torch.empty(0))  # type: ignore
 
 
 def _provide_numbers() -> None:
-    """Let numbers that are to be pinned be made: torch asks the driver for that where no mode hears of it."""
+    """Ignore pin_memory in torch.tensor: pinning calls the driver, without a dispatch to our mode."""
     make = torch.tensor
     torch.tensor = lambda *given, pin_memory=False, **options: make(*given, **options)  # type: ignore[assignment]
 

@@ -1,4 +1,4 @@
-"""Starts the ranks of a rehearsal where a CUDA build of torch is, and reads what they have done."""
+"""Starts the ranks of a rehearsal in an environment with a CUDA build of torch, and reads their traces."""
 
 from __future__ import annotations
 
@@ -22,20 +22,19 @@ from posttrain_rehearsal.rank_subset import is_quick, members, rehearsed_config
 from posttrain_rehearsal.sampled_shapes import sampled_shapes_of
 from posttrain_rehearsal.traces import read_traces
 
-# Where that environment is, if it is not in the clone.
+# Folder of that environment, if it is outside of the clone.
 VARIABLE = "POSTTRAIN_REHEARSAL_ENV"
-# Of a rank's own variables those that its Python asks for; the others are for what is not there.
+# Variables of a rank that its Python code reads; the others are for hardware that does not exist here.
 ASKED_PREFIXES = ("NVTE_", "CUDA_DEVICE_MAX_CONNECTIONS")
-# What the shell says of another Python, and of devices that are there.
+# Variables of the shell about another Python, or about real devices.
 FORGOTTEN = ("PYTHONHOME", "VIRTUAL_ENV", "CUDA_VISIBLE_DEVICES")
 
 
 def require_rehearsable(resolved: Resolved) -> None:
-    """Check what can be known before ranks start.
+    """Check requirements that can be checked before ranks start.
 
     Raises:
-        ConfigError: There are no GPUs of NVIDIA's to rehearse for, no environment to do it in, or lengths that there
-            cannot be.
+        ConfigError: The hardware has no NVIDIA GPUs, the environment is missing, or lengths are invalid.
     """
     if resolved.config.hardware.device != "cuda":
         found = f"{resolved.config.hardware.name}, which has no GPUs"
@@ -49,15 +48,15 @@ def require_rehearsable(resolved: Resolved) -> None:
 
 
 def rehearse(resolved: Resolved, library: Path | None = None) -> dict[str, Any]:
-    """Run two steps of some ranks, and return what was found.
+    """Run two steps on some ranks, and return the result.
 
     Args:
-        resolved: The configuration, which `require_rehearsable` takes.
-        library: A folder in front of this library, for tests of one that has a fault.
+        resolved: The configuration, already checked by `require_rehearsable`.
+        library: Folder to import before this library, for tests of seeded faults.
 
     Raises:
-        ConfigError: There is no environment to do it in.
-        RuntimeError: No rank has begun.
+        ConfigError: The environment is missing.
+        RuntimeError: No rank started.
     """
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as name:
@@ -68,16 +67,16 @@ def rehearse(resolved: Resolved, library: Path | None = None) -> dict[str, Any]:
         raise RuntimeError("no rank of the rehearsal has left a trace; what it printed stands above")
     missing = {*members(resolved.config, is_quick(resolved))} - {trace.rank for trace in traces}
     if missing and not any(trace.error for trace in traces):
-        # Nothing may be said of ranks that somebody, or the system for want of memory, has killed.
+        # Without the trace of a killed rank (killed by a user, or for memory) there is no result.
         raise RuntimeError(f"ranks {', '.join(map(str, sorted(missing)))} of the rehearsal were killed: run it again")
     return outcome(resolved, rehearsed_config(resolved), traces, time.perf_counter() - started)
 
 
 def home() -> Path:
-    """Return where the environment is in which ranks are rehearsed.
+    """Return the folder of the environment for rehearsed ranks.
 
     Raises:
-        ConfigError: Nobody has made it.
+        ConfigError: It was not created.
     """
     folder = Path(os.environ.get(VARIABLE) or CONFIG_DIR.parent / ".envs" / "rehearsal").absolute()
     if not (folder / ".ready").exists():
@@ -87,7 +86,7 @@ def home() -> Path:
 
 
 def simulated(config: Config, folder: Path) -> dict[str, str]:
-    """Return the environment of a process that finds the GPUs of a configuration.
+    """Return the environment of a process that sees a configuration's simulated GPUs.
 
     Args:
         config: The resolved configuration.
@@ -108,11 +107,11 @@ def simulated(config: Config, folder: Path) -> dict[str, str]:
         "SIMULATED_GIB": str(int(hardware.memory_gib_per_gpu)),
         "SIMULATED_CAPABILITY": hardware.compute_capability.replace(".", ""),
         "TORCHDYNAMO_DISABLE": "1",
-        # A rank that waits longer than others compute is nothing to warn of.
+        # Ranks may wait longer for others than torch expects; suppress its warnings.
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "OMP_NUM_THREADS": "1",
-        # Values of up to 16 MiB (`device.MIRROR_BYTES`) come and go with every operation: their pages are kept. Weights
-        # that are made on the host are many ranks' at a time: the system gets them back.
+        # Values of up to 16 MiB (`device.MIRROR_BYTES`) are allocated by every operation, so their pages are kept.
+        # Weights created on the host are large and on many ranks at once, so their pages are returned to the system.
         "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
         "MALLOC_TRIM_THRESHOLD_": str(64 << 20),
         "PYTHONWARNINGS": "ignore",

@@ -1,6 +1,6 @@
 """Kernels of sparse attention without a GPU: TileLang's are traced, not compiled; cuDNN's have stand-ins.
 
-Of a TileLang kernel the real source runs: its own checks, and the table of its arguments, to which ours are held.
+The real source of a TileLang kernel runs: its checks, and its argument table, against which our tensors are checked.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import torch
 from posttrain_rehearsal.recorder import Recorder
 from posttrain_rehearsal.transformer_engine import num_bytes, require_same_device
 
-# Products of a pair of a query and a key over the key's width and the value's: scores, output; backward their
-# gradients for both factors and the scores again (`tilelang_sparse_mla_fwd.py`, `tilelang_sparse_mla_bwd.py`).
+# Matrix products per pair of query and key, over the key's width and the value's: scores and output; in the backward
+# pass, gradients of both factors and the scores again (`tilelang_sparse_mla_fwd.py`, `tilelang_sparse_mla_bwd.py`).
 FORWARD, BACKWARD = (1, 1), (3, 2)
 
 
 def provide(recorder: Recorder, name: str) -> None:
-    """Put in place what `trainer.sparse_attention` needs.
+    """Install the stand-ins for `trainer.sparse_attention`.
 
     Args:
-        recorder: Counts.
-        name: The kernel that was chosen.
+        recorder: Counts operations.
+        name: The chosen kernel.
     """
     if name == "tilelang":
         _provide_tilelang(recorder)
@@ -37,7 +37,7 @@ def _provide_tilelang(recorder: Recorder) -> None:
     try:
         from tilelang.jit import JITImpl
     except ImportError:
-        return  # whoever builds the model is told what is missing
+        return  # building the model reports what is missing
 
     def traced(self: Any, *arguments: Any, **options: Any) -> Callable[..., Any]:
         function = self.get_tir(*arguments, **options)
@@ -50,7 +50,7 @@ def _provide_tilelang(recorder: Recorder) -> None:
 
 
 def _size(size: Any) -> int | str:
-    """Return a size, or the name of one that is known when a kernel is called."""
+    """Return a size, or the name of one that is only known at the call."""
     return str(size) if hasattr(size, "name") else int(size)
 
 
@@ -60,13 +60,13 @@ def _run(
     made: Sequence[int],
     tensors: Sequence[torch.Tensor],
 ) -> Any:
-    """Hold tensors against a kernel's arguments, and return its outputs.
+    """Check tensors against a kernel's arguments, and return its outputs.
 
     Args:
-        recorder: Counts.
+        recorder: Counts operations.
         table: Name, sizes and type of each argument.
-        made: Which of them the kernel makes.
-        tensors: The others.
+        made: Positions of the outputs among the arguments.
+        tensors: The inputs.
     """
     require_same_device(*tensors)
     taken = [row for place, row in enumerate(table) if place not in made]
@@ -99,14 +99,14 @@ def _operations(given: dict[str, torch.Tensor], is_backward: bool) -> int:
 
 
 def _of_pairs(query: torch.Tensor, indices: torch.Tensor, width: int, of_value: int, is_backward: bool) -> int:
-    """Return the operations for queries [..., N, width] and places [..., K]: of all K, kept or not."""
+    """Return the operations for queries [..., N, width] and places [..., K]; masked keys count, too."""
     wide, narrow = BACKWARD if is_backward else FORWARD
     pairs = query.numel() // width * indices.shape[-1]
     return 2 * pairs * (wide * width + narrow * of_value)
 
 
 def _provide_cudnn(recorder: Recorder) -> None:
-    """Let `flash_mla` and `cudnn` be imported, with the two calls that `dsa_cudnn_kernels` makes for a given choice."""
+    """Install stand-ins for `flash_mla` and `cudnn`, with the two functions that `dsa_cudnn_kernels` calls."""
 
     def forward(
         q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, scale: float, d_v: int, **more: Any

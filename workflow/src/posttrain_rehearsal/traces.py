@@ -18,9 +18,9 @@ from posttrain.plan.sizing.phases import OPTIMIZER, PHASES, TRAINER
 from posttrain_rehearsal.rank_subset import stage_size
 
 KEY = "rehearsal"
-# How many tokens go where is a matter of values: of these calls only the order is compared.
+# The number of tokens in these calls depends on values, so only their order is compared.
 BY_VALUES = ("deepep dispatch", "deepep combine", "alltoall_base_", "alltoall_")
-# What stays between steps besides the state: caches of rotations and the like.
+# Allowed between steps besides the state, for example caches of rotary embeddings.
 ACTIVATIONS, LITTLE_SHARE, LITTLE_BYTES = "activations", 0.05, 1 << 16
 THEIRS = (
     "transformer_engine/",
@@ -30,16 +30,16 @@ THEIRS = (
 )
 OURS = tuple(f"rl/{part}/" for part in ("megatron_backend", "training", "weight_sync", "algorithm", "batching"))
 BETWEEN_STEPS = ((2, "rollout"), (2, "save"))
-# What tensors of the state are to the table of phases.
+# Kinds of tensors -> parts in the table of phases.
 PART_OF = {"weights": TRAINER, "gradients": OPTIMIZER, "optimizer": OPTIMIZER}
 LeftOut = Callable[[int, str], float]
-# Megatron adds up gradients there, once for each bucket and update.
+# Megatron reduces gradients here, once per bucket and update.
 GRADIENTS = "param_and_grad_buffer.py"
 
 
 @dataclass(frozen=True)
 class Call:
-    """What one rank asked of a process group."""
+    """One rank's call to a process group."""
 
     name: str
     group: str
@@ -54,7 +54,7 @@ class Call:
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """What has to be the same on all ranks of the group."""
+        """The fields that must be equal on all ranks of the group."""
         return (self.name,) if self.name in BY_VALUES else (self.name, self.dtype, self.shapes)
 
     def __str__(self) -> str:
@@ -63,18 +63,18 @@ class Call:
 
 @dataclass(frozen=True)
 class Trace:
-    """What one rank did.
+    """The recorded events of one rank.
 
     Args:
-        rank: Its number.
-        seconds: It took.
-        error: Type, message and trace of what ended it; None where nothing did.
-        phases: In order, as `recorder.Phase` has them.
-        groups: Ranks of each process group, in the order in which they were made.
-        calls: In order.
-        counted: What ranks count together, how many they count, how many there are, place of the sum.
-        reductions: Part of a weight, the ranks over which its gradients are added up, what made their buffer.
-        late: What made the buffers whose gradients grew after ranks had begun to add them up.
+        rank: The rank.
+        seconds: Duration.
+        error: Type, message and traceback of the error; None without one.
+        phases: Phases in order, with the fields of `recorder.Phase`.
+        groups: Ranks of each process group, in the order of creation.
+        calls: Calls in order.
+        counted: Name, count over the ranks, expected count, place of the sum.
+        reductions: Part of a weight, ranks over which its gradients are reduced, place of their buffer.
+        late: Places of the buffers whose gradients grew after their reduction had begun.
     """
 
     rank: int
@@ -89,12 +89,12 @@ class Trace:
 
     @property
     def peak(self) -> Mapping[str, Any]:
-        """The fullest phase."""
+        """The phase with the highest peak."""
         return max(self.phases, key=lambda phase: phase["peak"])
 
 
 def read_traces(folder: Path) -> list[Trace]:
-    """Return the traces that a gang has written, by rank."""
+    """Return the traces in a folder, by rank."""
     traces = []
     for path in folder.glob("*.json"):
         content = json.loads(path.read_text())
@@ -110,16 +110,16 @@ def read_traces(folder: Path) -> list[Trace]:
 def find_problems(
     config: Config, traces: Sequence[Trace], reserved_gib: float, left_out_gib: LeftOut = lambda rank, phase: 0.0
 ) -> list[Problem]:
-    """Return what would end, hang or corrupt a run on GPUs.
+    """Return what would fail, hang or corrupt a run on GPUs.
 
     Args:
         config: The resolved configuration.
-        traces: Of all ranks that were rehearsed.
-        reserved_gib: What no rank sees: contexts, buffers of communicators.
-        left_out_gib: What the layers that were not rehearsed add on a rank in a phase.
+        traces: Traces of all rehearsed ranks.
+        reserved_gib: Memory that ranks do not see: contexts, buffers of communicators.
+        left_out_gib: Memory that skipped layers add to a rank in a phase.
     """
     if problems := [*_errors(traces)]:
-        # Other groups and a message of another shape come before what fails for them; what is missing may come after.
+        # After an error, only compare what both ranks have: the rest may simply not have run yet.
         return [*_different_groups(traces, is_whole=False), *_unmatched(traces, is_whole=False), *problems]
     return [
         *_different_groups(traces),
@@ -137,7 +137,7 @@ def find_problems(
 
 
 def _errors(traces: Sequence[Trace]) -> Iterator[Problem]:
-    """Yield the errors that ended ranks, each kind once; ranks that only waited for them are no finding."""
+    """Yield the errors of ranks, each kind once; hangs are skipped if another error caused them."""
     failed = [trace for trace in traces if trace.error]
     first = [trace for trace in failed if trace.error and trace.error["type"] != "HangError"] or failed
     by_words: dict[tuple[str, str], list[int]] = {}
@@ -154,7 +154,7 @@ def _errors(traces: Sequence[Trace]) -> Iterator[Problem]:
 
 
 def _where(trace: str) -> str:
-    """Return the last line of our own code in a trace."""
+    """Return the last line of our own code in a traceback."""
     lines = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
     ours = [line for line in lines if "/posttrain/" in line and "/posttrain_rehearsal/" not in line] or lines
     if not ours:
@@ -164,7 +164,7 @@ def _where(trace: str) -> str:
 
 
 def _different_groups(traces: Sequence[Trace], is_whole: bool = True) -> Iterator[Problem]:
-    """Compare what groups are made; all of them, or those that both have."""
+    """Compare the groups of ranks: all, or only as many as both have."""
     for other in traces[1:]:
         pairs = (zip_longest if is_whole else zip)(traces[0].groups, other.groups)
         number = next((number for number, (mine, theirs) in enumerate(pairs) if mine != theirs), None)
@@ -175,7 +175,7 @@ def _different_groups(traces: Sequence[Trace], is_whole: bool = True) -> Iterato
 
 
 def _different_calls(traces: Sequence[Trace]) -> Iterator[Problem]:
-    """Compare the members of each group; the first difference would be a hang, or mixed-up data."""
+    """Compare the calls of each group's ranks; a difference would hang or mix up data."""
     by_group: dict[str, dict[int, list[Call]]] = {}
     for trace in traces:
         for call in trace.calls:
@@ -199,7 +199,7 @@ def _different_calls(traces: Sequence[Trace]) -> Iterator[Problem]:
 
 
 def _with_ours(traces: Sequence[Trace], rank: int, call: Call) -> str:
-    """Return a call's place; where none of our lines is in it, as in a backward pass, with the last one before it."""
+    """Return a call's place; if it has no line of ours, as in a backward pass, add our last one before it."""
     if call.place.startswith(OURS):
         return call.place
     calls = next(trace.calls for trace in traces if trace.rank == rank)
@@ -209,7 +209,7 @@ def _with_ours(traces: Sequence[Trace], rank: int, call: Call) -> str:
 
 
 def _unmatched(traces: Sequence[Trace], is_whole: bool = True) -> Iterator[Problem]:
-    """Compare what one rank sends another with what this one receives; all of it, or what both have."""
+    """Compare the messages that each pair of ranks sends and receives: all, or only as many as both have."""
     there = {trace.rank for trace in traces}
     sent: dict[tuple[int, int], list[Call]] = {}
     received: dict[tuple[int, int], list[Call]] = {}
@@ -229,7 +229,7 @@ def _unmatched(traces: Sequence[Trace], is_whole: bool = True) -> Iterator[Probl
 
 
 def _gradients_by_micro_batch(traces: Sequence[Trace]) -> Iterator[Problem]:
-    """Find gradients that ranks add up more often in an update of more micro-batches: what was added is added again."""
+    """Find gradients that are reduced more often in an update of more micro-batches, which adds them repeatedly."""
     for trace in traces:
         counts = Counter(
             call.phase.split()[0]
@@ -254,9 +254,9 @@ def _gradients_too_early(traces: Sequence[Trace]) -> Iterator[Problem]:
 
 
 def _gradients_by_group(config: Config, traces: Sequence[Trace]) -> Iterator[Problem]:
-    """Compare who holds a part of a weight with the ranks over which its gradients are added up.
+    """Compare the ranks that hold a part of a weight with those over which its gradients are reduced.
 
-    What tensor-parallel ranks hold alike is added up over them by other means, and so is what two stages share.
+    Parts that tensor-parallel ranks replicate, or that two stages share, are reduced over those ranks separately.
     """
     tensor, of_stage = config.parallel.tensor_model_parallel_size, stage_size(config)
     there, held = {trace.rank for trace in traces}, defaultdict(set)
@@ -281,14 +281,14 @@ def _gradients_by_group(config: Config, traces: Sequence[Trace]) -> Iterator[Pro
 def _miscounted(traces: Sequence[Trace]) -> Iterator[Problem]:
     wrong = [(trace.rank, row) for trace in traces for row in trace.counted if row[1] != row[2]]
     if wrong:
-        # Stages that are only told the sum do not know where it was made.
+        # Stages that only receive the sum have no place for it.
         rank, (what, found, expected, where) = max(wrong, key=lambda pair: bool(pair[1][3]))
         value = f"rank {rank} counts {found} {what} of {expected}"
         yield Problem(KEY, value, "each once", f"look at {where}: over which ranks it adds up")
 
 
 def _waiting(config: Config, traces: Sequence[Trace]) -> Iterator[Problem]:
-    """Find what ranks wait for on their GPUs while engines answer: its kernel spins where these compute."""
+    """Find GPU collectives in which ranks wait while engines generate: NCCL's kernel would occupy their GPUs."""
     if not uses_engines(config):
         return
     for trace in traces:
@@ -300,9 +300,9 @@ def _waiting(config: Config, traces: Sequence[Trace]) -> Iterator[Problem]:
 
 
 def _kept(traces: Sequence[Trace]) -> Iterator[Problem]:
-    """Find what of a step is still alive when the next begins, or a save, and is neither weight, gradient nor state."""
+    """Find tensors of a step that are still alive at the next step or a save, besides weights, gradients and state."""
     for trace in traces:
-        # Between steps they may sleep.
+        # The maximum, because weights may be offloaded between steps.
         weights = max((_size_of("weights", phase) for phase in trace.phases), default=0)
         for phase in trace.phases:
             if (phase["step"], phase["name"]) not in BETWEEN_STEPS:
@@ -320,7 +320,7 @@ def _size_of(kind: str, phase: Mapping[str, Any]) -> int:
 
 
 def _awake_in_others_turn(config: Config, traces: Sequence[Trace]) -> Iterator[Problem]:
-    """Find what a phase does not need (`plan.sizing.phases`) and does not sleep in it."""
+    """Find tensors that a phase does not need (`plan.sizing.phases`) but that are not offloaded in it."""
     if not takes_turns(config):
         return
     for trace in traces:
@@ -336,7 +336,7 @@ def _awake_in_others_turn(config: Config, traces: Sequence[Trace]) -> Iterator[P
 
 
 def _is_ours(where: str) -> bool:
-    """Return whether we made a tensor, or Megatron for us; kernels, dispatchers and stages keep their last ones."""
+    """Return whether our code, or Megatron for us, created a tensor; THEIRS cache their last tensors."""
     return where.startswith(OURS) and not any(theirs in where for theirs in THEIRS)
 
 

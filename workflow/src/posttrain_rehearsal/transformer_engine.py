@@ -1,6 +1,6 @@
-"""The compiled part of Transformer Engine, as far as a step asks for it: shapes, bytes and operations, no values.
+"""A stand-in for Transformer Engine's compiled part: shapes, bytes and operations of a step, without values.
 
-Arguments are in the order in which the Python of Transformer Engine 2.20 gives them (`cpp_extensions/gemm.py`,
+Arguments have the order of the Python code of Transformer Engine 2.20 (`cpp_extensions/gemm.py`,
 `module/rmsnorm.py`, `optimizers/fused_adam.py`, `cpp_extensions/fused_attn.py`).
 """
 
@@ -21,7 +21,7 @@ class DType(enum.IntEnum):
 
 
 class NVTE_Fused_Attn_Backend(enum.IntEnum):
-    """Which of cuDNN's attentions serves."""
+    """The cuDNN attention backend."""
 
     NVTE_No_Backend, NVTE_F16_arbitrary_seqlen, NVTE_FP8 = -1, 1, 2
 
@@ -49,19 +49,19 @@ def names(recorder: Recorder) -> dict[str, Any]:
 
 
 def num_bytes(*tensors: Any) -> int:
-    """Return the bytes of what is a tensor."""
+    """Return the bytes of the tensors among the arguments."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors if isinstance(tensor, torch.Tensor))
 
 
 def require_same_device(*tensors: Any) -> None:
-    """Refuse what a kernel would: tensors that lie elsewhere."""
+    """Raise if tensors are on different devices, as kernels do."""
     there = {tensor.device for tensor in tensors if isinstance(tensor, torch.Tensor)}
     if len(there) > 1:
         raise RuntimeError(f"a kernel gets tensors of several devices: {', '.join(sorted(map(str, there)))}")
 
 
 def require_same_type(*tensors: torch.Tensor) -> None:
-    """Refuse what cuBLAS and cuDNN would: factors of several types."""
+    """Raise if factors have different types, as cuBLAS and cuDNN do."""
     types = {tensor.dtype for tensor in tensors}
     if len(types) > 1:
         raise RuntimeError(f"a kernel gets tensors of several types: {', '.join(sorted(map(str, types)))}")
@@ -72,7 +72,7 @@ def _products(recorder: Recorder) -> dict[str, Any]:
         a: torch.Tensor, trans_a: bool, b: torch.Tensor, trans_b: bool, out: Any, quantizer: Any, out_dtype: Any,
         bias: Any, bias_type: Any, gelu: bool, gelu_in: Any, grad: bool, *rest: Any, **more: Any,
     ) -> tuple[Any, Any, None, None]:  # fmt: skip
-        """[M, N] from cuBLAS's order, columns first: `a` is [N, K] where it is transposed, `b` [M, K] where not."""
+        """Return [M, N]. In cuBLAS's column-major order `a` is [N, K] if transposed, `b` is [M, K] if not."""
         require_same_device(a, b, out)
         require_same_type(a, b)
         rows, columns = a.numel() // a.shape[-1], a.shape[-1]
@@ -174,9 +174,9 @@ def _attention(recorder: Recorder) -> dict[str, Any]:
 
 
 def _causal_operations(recorder: Recorder, boundaries: Any, q: torch.Tensor, v: torch.Tensor) -> int:
-    """Return the operations of two products for each pair of a query and a key that it sees, inside each sequence.
+    """Return the operations of two products per visible pair of query and key, within each sequence.
 
-    The last query of a sequence sees all of its keys; of x queries and y keys x (2 y - x) / 2 pairs are left.
+    A sequence's last query sees all of its keys, so x queries and y keys have x (2 y - x) / 2 pairs.
     """
     queries, keys = (recorder.values(places) for places in boundaries)
     if queries is None or keys is None:

@@ -1,4 +1,4 @@
-"""What a rank looks at where values decide: what ranks count together, and an update that must not be applied."""
+"""Checks that depend on values: counts over ranks, and an update that must be skipped."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from posttrain_rehearsal.device import SimulatedDevice
 from posttrain_rehearsal.messages import HangError
 from posttrain_rehearsal.recorder import Recorder
 
-# The step behind whose last update one comes that must not be applied.
+# The step after whose last update a non-finite update follows.
 SPOILED_STEP = 2
 SPOILED = "spoiled update"
 LOAD, UPDATES = "rl/megatron_backend/expert_load.py", "rl/megatron_backend/train_step.py"
 
 
 def provide(recorder: Recorder, device: SimulatedDevice, spoils: bool) -> None:
-    """Hold what is counted against what was given, and see whether all ranks leave out a spoiled update.
+    """Check counts against the batch, and check that all ranks skip a non-finite update.
 
-    Where samples differ in length nobody knows the tokens of ranks that are not rehearsed.
+    Samples of different lengths are not checked, because the tokens of absent ranks are unknown.
 
     Args:
-        recorder: Learns what was counted.
-        device: Of this rank.
-        spoils: It is this rank's gradients that are not finite.
+        recorder: Gets the counts.
+        device: This rank's device.
+        spoils: Whether this rank's gradients are non-finite.
     """
     from posttrain.rl.megatron_backend import train_step
     from posttrain.rl.training.run import TrainingRun
@@ -70,7 +70,7 @@ def provide(recorder: Recorder, device: SimulatedDevice, spoils: bool) -> None:
 
 def _count_routed(recorder: Recorder, config: Config, updates: Sequence[Any]) -> None:
     arch = config.model.architecture
-    # Of each layer's experts; other sums of that file are of a few numbers.
+    # Sums over each layer's experts; other sums of that file have few numbers.
     sums = (pair for pair in recorder.sums if pair[0].startswith(LOAD) and len(pair[1]) >= arch.n_routed_experts)
     where, counts = next(sums, ("", []))
     if counts:
@@ -85,7 +85,7 @@ def _are_alike(samples: Sequence[Any]) -> bool:
 
 @contextmanager
 def _without_passes(module: Any, device: SimulatedDevice, reports: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Give an update unknown gradients, without computing a micro-batch."""
+    """Run an update with unknown gradients, without computing a micro-batch."""
     schedule = module._run_schedule
 
     def leave_gradients(policy: Any, *_: Any, **__: Any) -> list[Any]:
@@ -101,10 +101,10 @@ def _without_passes(module: Any, device: SimulatedDevice, reports: Sequence[torc
 
 
 def _expect_nothing(recorder: Recorder, apply: Any) -> None:
-    """Let an update be left out, or refused, by all ranks.
+    """Apply an update that all ranks should skip or reject.
 
     Raises:
-        HangError: Some ranks apply it.
+        HangError: Only some ranks apply it.
     """
     from posttrain.rl.megatron_backend.train_step import NON_FINITE
 

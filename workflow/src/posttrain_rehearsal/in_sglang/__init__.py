@@ -1,1 +1,1 @@
-"""What runs in SGLang's environment, started as a folder: its files import each other, and nothing else of ours."""
+"""A script folder that runs in SGLang's environment; its files import only each other and posttrain_weights."""

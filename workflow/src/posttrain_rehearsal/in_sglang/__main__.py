@@ -1,7 +1,7 @@
-"""What SGLang makes of its command lines and of an update, on GPUs that are only said to be there.
+"""Resolves SGLang's command lines and loads an update, on simulated GPUs.
 
-What is asked lies in `given.json` of a folder; each engine and each rank leaves a JSON there. An engine is a fork:
-SGLang is imported once, and what one resolves the next does not find.
+It reads `given.json` in a folder, and writes a JSON file there for each engine and each rank. SGLang is imported once,
+and each engine runs in a fork, so that one engine's settings do not affect the next.
 
 Written against SGLang 0.5.23: `srt/server_args.py`, `srt/distributed/bootstrap.py`, `srt/model_loader/loader.py`.
 """
@@ -33,18 +33,18 @@ from posttrain_weights.load_tracer import LoadWeightsTracer
 
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.")
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
-# Scales of an FP8 cache: no part of an update.
+# Scales of an FP8 cache, which are not part of an update.
 CACHE_SCALES = (".k_scale", ".v_scale")
-# Of `linux/prctl.h`: a process ends with the one that started it.
+# From `linux/prctl.h`: the process ends with its parent.
 PR_SET_PDEATHSIG = 1
 
 
 def resolve(argv: list[str]) -> tuple[Any, dict[str, Any]]:
-    """Return SGLang's arguments, resolved, and what is to be told.
+    """Return SGLang's resolved arguments, and a report.
 
     Returns:
-        Its arguments, None where it refused; and "refused" with its words, or "changed": [flag, or "" where nobody
-        asked, field, asked, resolved], "kv_cache_dtype", "version".
+        The arguments, None if SGLang rejects them; and "refused" with its message, or "changed": [flag, or "" if unset,
+        field, requested value, resolved value], "kv_cache_dtype", "version".
     """
     from sglang.srt.server_args import ServerArgs, prepare_server_args
 
@@ -64,7 +64,7 @@ def resolve(argv: list[str]) -> tuple[Any, dict[str, Any]]:
     options = {option: action.dest for action in parser._actions for option in action.option_strings}
     asked = {options[word]: word for word in argv if word in options}
     resolved, raw = arguments.resolved_dict(), arguments._raw_input
-    left_out = ("tokenizer_path",)  # the model's, which is a temporary folder here
+    left_out = ("tokenizer_path",)  # the model's path, a temporary folder here
     names = [name for name in resolved if not name.startswith("_") and name not in left_out]
     changed = {name: resolved[name] for name in names if resolved[name] != raw.get(name)}
     return arguments, {
@@ -83,7 +83,7 @@ def _short(value: Any) -> str:
 
 
 def _told(error: BaseException) -> dict[str, str]:
-    """Return a failure in words, and where in SGLang's code."""
+    """Return an error's type, message and place in SGLang's code."""
     frames, trace = [], error.__traceback__
     while trace:
         frames.append(f"{trace.tb_frame.f_code.co_filename.rpartition('site-packages/')[2]}:{trace.tb_lineno}")
@@ -93,7 +93,7 @@ def _told(error: BaseException) -> dict[str, str]:
 
 
 def make_groups(arguments: Any, rank: int, world_size: int, gpu: int) -> None:
-    """Make SGLang's groups for one rank of an engine, alone; nothing can be sent."""
+    """Create SGLang's groups for one rank of an engine; nothing can be sent."""
     import torch.distributed as dist
     from sglang.srt.distributed import bootstrap, parallel_state
     from sglang.srt.runtime_context import SpawnRanks, publish
@@ -120,7 +120,7 @@ def make_groups(arguments: Any, rank: int, world_size: int, gpu: int) -> None:
 
 
 def build(arguments: Any) -> Any:
-    """Return the model of this rank on the meta device, made as a scheduler makes it."""
+    """Return this rank's model on the meta device, built as in a scheduler."""
     from sglang.srt.arg_groups.overrides import model_config_of
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.distributed import bootstrap
@@ -143,12 +143,12 @@ def build(arguments: Any) -> Any:
 
 
 def receive(model: Any, buckets: list[list[list[Any]]], has_fp8_cache: bool) -> dict[str, Any]:
-    """Send all buckets to a model, and return what became of them.
+    """Load all buckets into a model, and report the result.
 
     Args:
         model: On the meta device.
-        buckets: Of [name, shape, dtype].
-        has_fp8_cache: Scales of the cache are read.
+        buckets: Lists of [name, shape, dtype].
+        has_fp8_cache: Whether the model uses scales of the cache.
     """
     parameters = dict(model.named_parameters())
     record, last, failed = LoadWeightsTracer(parameters), "", None
@@ -183,7 +183,7 @@ def receive(model: Any, buckets: list[list[list[Any]]], has_fp8_cache: bool) -> 
         "failed": failed,
         "unknown": [] if failed else [name for name in unread if name not in elsewhere | drafted],
         "never": [] if failed else [n for n in parameters if n not in written and n not in spared],
-        # What is padded, as a vocabulary, is filled with zeros beside.
+        # Padded parameters, such as the vocabulary's, are filled with zeros elsewhere.
         "partly": [] if failed else [n for n, size in written.items() if size < whole[n] and n not in record.filled],
         "twice": sorted(
             f"{name} by {', '.join(sorted(set().union(*by)))}"
@@ -197,7 +197,7 @@ def receive(model: Any, buckets: list[list[list[Any]]], has_fp8_cache: bool) -> 
 
 
 def _of_other_ranks(model: Any, read: set[str], unread: list[str]) -> set[str]:
-    """Return the tensors of experts that other ranks have, by SGLang's table, of names that this rank's have too."""
+    """Return unread expert tensors that SGLang's table assigns to other ranks, if this rank has the same kind."""
     known = {(found[1], name[found.end() :]) for name in read if (found := EXPERT.match(name))}
     others = set()
     for name in unread:
@@ -211,10 +211,10 @@ def _of_other_ranks(model: Any, read: set[str], unread: list[str]) -> set[str]:
 
 
 def main(folder: Path) -> None:
-    """Answer what is asked in a folder."""
+    """Rehearse the engines of `given.json` in a folder."""
     given = json.loads((folder / "given.json").read_text())
     provide_gpu(given["device"])
-    logging.getLogger("sglang").setLevel(logging.ERROR)  # models that miss a package are not those of an engine
+    logging.getLogger("sglang").setLevel(logging.ERROR)  # models that lack a package are not used by an engine
     import sglang.srt.models.registry  # noqa: F401  once for all engines
 
     for engine in given["engines"]:
@@ -236,7 +236,7 @@ def _rank(folder: Path, given: Any, engine: Any, arguments: Any, resolved: Mappi
         make_groups(arguments, rank, engine["world_size"], rank % given["device"]["count"])
         model = build(arguments)
     except Exception as error:
-        # Whatever asks for a driver or a kernel says nothing about the engine.
+        # An error about a driver or a kernel does not concern the engine.
         is_here = not isinstance(error, MissingKernelError | ImportError) and "CUDA" not in str(error)
         told = {"not_built": {**_told(error), "is_refused": is_here and isinstance(error, ValueError | AssertionError)}}
     else:
@@ -245,7 +245,7 @@ def _rank(folder: Path, given: Any, engine: Any, arguments: Any, resolved: Mappi
 
 
 def _in_child(work: Callable[[], None]) -> None:
-    """Do something in a fork, and wait for it; what it could not say it has printed."""
+    """Run a function in a fork, and wait for it; print its error."""
     sys.stdout.flush()
     if child := os.fork():
         os.waitpid(child, 0)

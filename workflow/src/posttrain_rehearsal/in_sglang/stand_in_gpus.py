@@ -1,4 +1,4 @@
-"""Simulated GPUs for SGLang: answers to its questions of torch, and stand-ins for kernel packages."""
+"""Simulated GPUs for SGLang: replaces torch's device queries and the kernel packages."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from torch.overrides import TorchFunctionMode
 
 # Compiled packages that SGLang imports for NVIDIA's GPUs while it resolves or builds, and that need a driver.
 KERNELS = ("sgl_kernel", "deep_gemm", "deep_ep", "flash_mla", "cuda", "cutlass")
-# What a class asks of them while it is built; an H200's, as in the rehearsal of the trainer.
+# Values that classes read at import; an H200's, as in the rehearsal of the trainer.
 MULTIPROCESSORS = 132
 ANSWERS = {"deep_gemm.get_num_sms": MULTIPROCESSORS}
 
 
 class MissingKernelError(NotImplementedError):
-    """A kernel was called, and there is none."""
+    """A stand-in for a kernel was called."""
 
 
 class Kernel:
-    """A name of a compiled package: it can be imported, and decorates; called, it tells its name."""
+    """A name of a compiled package: it can be imported and used as a decorator; calling it as a kernel raises."""
 
     def __init__(self, name: str):
         self._name = name
@@ -47,7 +47,7 @@ class Kernel:
     __ror__ = __or__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Answer, decorate, or fail."""
+        """Return a known answer, act as a decorator, or raise."""
         if self._name in ANSWERS:
             return ANSWERS[self._name]
         if len(args) == 1 and callable(args[0]) and not kwargs:
@@ -59,21 +59,21 @@ class KernelPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Lets the compiled packages be imported."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        """Return where a module comes from."""
+        """Return the spec of a kernel package's module."""
         is_kernel = fullname.partition(".")[0] in KERNELS
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True) if is_kernel else None
 
     def create_module(self, spec: Any) -> None:
-        """Let Python make the module."""
+        """Use Python's default module."""
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Give it every name."""
+        """Define every name in the module."""
         kernel = Kernel(module.__name__)
         module.__getattr__ = lambda name: getattr(kernel, name)  # type: ignore[method-assign]
 
 
 class Stream:
-    """A stream or an event: nothing runs on it."""
+    """A stream or an event that does nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         pass
@@ -83,7 +83,7 @@ class Stream:
 
 
 class OnMeta(TorchFunctionMode):
-    """What is made on a GPU has a shape and no memory."""
+    """Creates GPU tensors on the meta device, without memory."""
 
     def __torch_function__(self, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -101,10 +101,10 @@ def _is_gpu(device: Any) -> bool:
 
 
 def provide_gpu(device: Mapping[str, Any]) -> None:
-    """Say that GPUs are there; before SGLang is imported, which looks once.
+    """Simulate GPUs; call before SGLang is imported, which checks for them once.
 
     Args:
-        device: "name", "capability" (major, minor), "memory_bytes" and "count" on a node.
+        device: "name", "capability" (major, minor), "memory_bytes" and "count" per node.
     """
     capability, memory = tuple(device["capability"]), device["memory_bytes"]
     known = types.SimpleNamespace(
@@ -131,8 +131,8 @@ def provide_gpu(device: Mapping[str, Any]) -> None:
     for name, value in told.items():
         setattr(torch.cuda, name, lambda *args, _value=value, **kwargs: _value)
     torch.cuda.Stream = torch.cuda.Event = torch.cuda.current_stream = Stream  # type: ignore
-    # A build for CUDA has a version here; which one no setting of ours depends on.
+    # CUDA builds have a version here; none of our settings depends on its value.
     torch.version.cuda = torch.version.cuda or "13.0"
     with contextlib.suppress(ImportError):
-        import tvm_ffi  # noqa: F401  looks for CUDA's own Python when imported, and does without
+        import tvm_ffi  # noqa: F401  probes CUDA's Python package at import, and works without it
     sys.meta_path.insert(0, KernelPackages())
