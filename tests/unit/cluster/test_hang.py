@@ -156,7 +156,7 @@ def test_ranks_that_pass_no_marks() -> None:
 
 def test_a_rank_knows_how_long_its_ways_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, clock = tmp_path / "rank", iter([0.0, 1.0, 4.0, 6.0, 10.0, 11.0])
-    monkeypatch.setattr(rank_progress, "_JOURNEY", rank_progress._Journey())
+    monkeypatch.setattr(rank_progress, "_TRACKER", rank_progress._ProgressTracker())
     monkeypatch.setattr(rank_progress.time, "monotonic", lambda: next(clock))
     monkeypatch.setenv(PROGRESS_VARIABLE, str(path))
     rank_progress.report_mark("forward")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.cluster.ranks import Ending, RankProcess
-from posttrain.report.rank_progress import last_words_of
+from posttrain.report.rank_progress import exit_reason_path
 from posttrain.rl.training.graceful_shutdown import SAVED_EXIT_CODE
 
 
@@ -32,7 +32,7 @@ def test_a_rank_that_failed_is_told_with_its_log(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_refuses_its_samples_is_no_failure_that_another_attempt_could_mend(tmp_path: Path) -> None:
-    last_words_of(tmp_path / "progress").write_text("this, and what to do")
+    exit_reason_path(tmp_path / "progress").write_text("this, and what to do")
     ending = ended_rank(tmp_path, 1).ending()
     assert ending is not None
     assert (ending.order, ending.reason) == (Ending.REFUSED, "this, and what to do")

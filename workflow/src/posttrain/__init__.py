@@ -8,7 +8,7 @@ __version__ = "0.2.0"
 
 
 def _end_in_one_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Ctrl-C while a script still imports, which takes seconds, is no defect whose traceback anybody needs."""
+    """End with one line on Ctrl-C during imports, which take seconds, instead of a traceback."""
     if issubclass(kind, KeyboardInterrupt):
         sys.stderr.write(f"{os.path.basename(sys.argv[0])}: interrupted; run the same command again to go on\n")
     else:
@@ -18,7 +18,7 @@ def _end_in_one_line(kind: type[BaseException], error: BaseException, trace: Tra
 if sys.excepthook is sys.__excepthook__:
     sys.excepthook = _end_in_one_line
 
-# Behind the hook: from the first import on, Ctrl-C ends in one line.
+# Import after the hook is set, so that Ctrl-C ends in one line from the first import on.
 from posttrain.moved_modules import find_moved_modules  # noqa: E402
 
 find_moved_modules()

@@ -1,7 +1,7 @@
-"""`posttrain`, or `python -m posttrain`: what only looks, computes or compares; what is made, Snakemake's rules make.
+"""`posttrain`, or `python -m posttrain`: commands that read, compute or compare. Only Snakemake makes artefacts.
 
-Each command is a module of `posttrain.commands` or of an annex. It is imported when it is asked for, and the alias of
-the same name under `snakemake` calls the same.
+Each command is a module of `posttrain.commands` or of an annex. It is imported only when it runs, and the Snakemake
+alias of the same name runs the same module.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ COMMANDS = {
     "model": "a model's file from a checkpoint's config.json",
     "import-flags": "a configuration from a launch script of slime or miles, and what of it has no key here",
 }
-# Modules of annexes: packages beside `posttrain`, each of which an installation may lack.
+# Modules of annexes: packages next to `posttrain` that an installation may lack.
 ANNEXES = {
     "rehearse": "posttrain_rehearsal.command",
     "serve": "posttrain_serving.command",
     "benchmark": "posttrain_serving.benchmark.command",
     "import-flags": "posttrain_import.command",
 }
-# Who asks for these knows a run by its name, and need not say what it learns.
+# These commands find a run by its name and need no further configuration.
 LOOKS = ("status", "snapshot", "attach", "gc", "replay")
-# Two write a part of a configuration, one serves any checkpoint, one measures any endpoint; they begin with none.
+# These commands take no configuration: two write a part of one, one serves a checkpoint, one measures an endpoint.
 MAKES, DESCRIBES, SERVES, MEASURES = "import-flags", "model", "serve", "benchmark"
 ALONE = (MAKES, DESCRIBES, SERVES, MEASURES)
 _SIZES_ONLY: dict[str, dict[str, Any]] = {
     "--sizes-only": {"action": "store_true", "help": "compare names and sizes, read no content"},
 }
-# What a command takes besides a configuration.
+# Arguments of a command besides the configuration.
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "plan": {"--jobs-at-once": {"type": int, "help": "jobs that run side by side; by default all of a rule"}},
     "check": {"--output": {"type": Path, "help": "JSON with the findings, written when all is well"}},
@@ -138,7 +138,7 @@ _Raw = argparse.RawDescriptionHelpFormatter
 
 def main() -> None:
     """Run one command and exit with 0, or with 1 and a message."""
-    sys.argv[0] = "posttrain"  # Who speaks, whichever way it was started.
+    sys.argv[0] = "posttrain"  # The name in messages, however the command was started.
     run(_answer)
 
 
@@ -188,7 +188,7 @@ def _is_installed(name: str) -> bool:
 
 
 def _resolve(request: dict[str, Any]) -> Resolved:
-    # What a job has resolved needs no planner.
+    # A configuration resolved by a job needs no planner.
     from posttrain.plan.resolve import resolve
 
     return resolve(request, CONFIG_DIR)
@@ -218,7 +218,7 @@ def _parse_arguments() -> dict[str, Any]:
     if unknown := [word for word in words if word.startswith("-")]:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     arguments.config += words
-    # The rule of the same name has underscores.
+    # The alias has underscores instead of hyphens.
     arguments.command = arguments.command.replace("_", "-")
     return vars(arguments)
 

@@ -1,7 +1,7 @@
-"""How a script of the workflow starts and ends.
+"""Start and end of the workflow's scripts.
 
-`run(main)` sets up logging, calls `main`, and turns the failures that a user can act on into one clear message and
-exit code 1. Everything else keeps its traceback: it is a defect of ours, and the traceback is what we need.
+`run(main)` sets up logging, calls `main`, and turns failures that a user can fix into one clear message and exit
+code 1. Any other exception is a defect of ours and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from posttrain.cluster.processes import follow_driver
 from posttrain.config.load import Resolved
 from posttrain.errors import CheckpointError, ConfigError, explain
 from posttrain.report.logging import configure_logging
-from posttrain.report.rank_progress import leave_last_words
+from posttrain.report.rank_progress import write_exit_reason
 from posttrain.store.resolved_file import read_resolved
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ def _resolved(path: str) -> Resolved:
     return read_resolved(Path(path))
 
 
-# The option that most steps have.
+# The option of most steps.
 RESOLVED = (_resolved, "a file of logs/configs")
 
 
@@ -38,7 +38,7 @@ def command_line(description: str | None, **options: Any) -> argparse.Namespace:
 
     Args:
         description: What the script does.
-        options: Name -> what reads its text, alone or with a line of help, where it must be given; else the keywords of
+        options: Name -> type of a required option, alone or with a line of help; for other options the keywords of
             `add_argument`.
     """
     parser = argparse.ArgumentParser(description=description)
@@ -59,8 +59,8 @@ def run(main: Callable[[], None], role: str | None = None) -> None:
     """Run a script's `main` and exit with 0, or with 1 and a message.
 
     Args:
-        main: The script's story; parses its own arguments.
-        role: Who speaks in the log, where several processes share one.
+        main: The script; it parses its own arguments.
+        role: The process in the log, if several processes share one.
     """
     try:
         configure_logging(role)
@@ -70,15 +70,15 @@ def run(main: Callable[[], None], role: str | None = None) -> None:
         is_outside = not isinstance(error, ConfigError | CheckpointError)
         if is_outside and os.environ.get("POSTTRAIN_TRACEBACK"):
             raise
-        # What a configuration says is wrong the second time too; a file that could not be read may be there then.
+        # A wrong configuration stays wrong in the next attempt; a file that could not be read may be readable then.
         is_final = isinstance(error, ConfigError) and error.__cause__ is None
         if refusal := str(error) if is_final else explain(error):
-            leave_last_words(refusal)
+            write_exit_reason(refusal)
             _refuse(refusal)
         cause = f"\n  caused by: {error.__cause__}" if error.__cause__ else ""
         _refuse(f"{error}{cause}\n  (POSTTRAIN_TRACEBACK=1 shows where it happened)" if is_outside else str(error))
     except KeyboardInterrupt:
-        # Said once; threads that are still at their last chunk end with the process.
+        # Print this once; threads that still work on their last chunk end with the process.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         _refuse("interrupted; run the same command again to go on")
 

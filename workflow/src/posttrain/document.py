@@ -1,9 +1,9 @@
-"""How a field of the configuration is declared.
+"""Declares fields of the configuration.
 
 Besides a range (`minimum`, `exclusive_minimum`, `maximum`) or `choices`, a field may have
 
-- `unnamed`: a value with which it is left out of the experiment, so that runs from before the key keep their names
-- `used_by`: {key of a part: its values that use this one}; set beside another, it is refused
+- `unnamed`: the value with which the field is left out of the experiment, so that older runs keep their names
+- `used_by`: {key of a part: its values that use this field}; with any other value of that key the field is rejected
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 
 from omegaconf import MISSING
 
-# As `unnamed`: whatever the value is.
+# `unnamed` for every value.
 ANY = object()
 
 
 def _doc(text: str, default: Any = MISSING, **limits: Any) -> Any:
-    """Declare a field with its description and, as metadata, the range or choices that `validate` enforces."""
+    """Declare a field with its description and the range or choices that `validate` enforces."""
     metadata = {"doc": text, **limits}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)

@@ -1,7 +1,7 @@
-"""Reads what an address answers, which may be anything: bounded in bytes, JSON or nothing, and never from elsewhere.
+"""Reads responses of untrusted addresses: with a size limit, as JSON, and without following redirects.
 
-Clients ask for no compression and undo none, so that what is counted is what is kept. They follow no redirect: a
-token, a prompt or a measurement belongs to the address that the user has named.
+Clients request no compression and decompress nothing, so the size limit holds in memory. They follow no redirect,
+because a token, a prompt or a measurement belongs to the address that the user named.
 """
 
 from __future__ import annotations
@@ -10,28 +10,28 @@ import json
 from collections.abc import AsyncIterable, Mapping
 from typing import Any
 
-# Lists, figures and grades; who expects more says so.
+# Enough for lists, numbers and grades; larger responses need an explicit limit.
 MAX_ANSWER_BYTES = 16 << 20
-# A page of HTML fits into no log.
+# Keeps HTML pages out of the log.
 MAX_ERROR_BYTES, MAX_ERROR_CHARACTERS = 1 << 16, 1000
 PLAIN = {"Accept-Encoding": "identity"}
-# Exceptions of reading an answer in an unexpected form.
+# Exceptions raised by a response of unexpected form.
 MALFORMED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
 
 
 class OversizedAnswerError(ValueError):
-    """More came than is read."""
+    """The response is larger than the limit."""
 
 
 async def read_bounded(chunks: AsyncIterable[bytes], most: int = MAX_ANSWER_BYTES) -> bytes:
-    """Return a whole answer.
+    """Return a whole response.
 
     Args:
-        chunks: Its bytes as they come.
-        most: The largest answer in bytes.
+        chunks: Its bytes as they arrive.
+        most: The size limit in bytes.
 
     Raises:
-        OversizedAnswerError: It is larger; no more is read.
+        OversizedAnswerError: The response exceeds the limit; the rest is not read.
     """
     answer = bytearray()
     async for chunk in chunks:
@@ -42,7 +42,7 @@ async def read_bounded(chunks: AsyncIterable[bytes], most: int = MAX_ANSWER_BYTE
 
 
 async def read_error(chunks: AsyncIterable[bytes]) -> str:
-    """Return the beginning of an answer that tells an error."""
+    """Return the beginning of an error response."""
     answer = bytearray()
     async for chunk in chunks:
         answer += chunk
@@ -52,10 +52,10 @@ async def read_error(chunks: AsyncIterable[bytes]) -> str:
 
 
 def parse_json(content: bytes | str) -> Any:
-    """Return the content of an answer.
+    """Return the content of a response.
 
     Raises:
-        ValueError: It is no JSON, or nested too deep to be read.
+        ValueError: The response is not JSON, or is nested too deeply.
     """
     try:
         return json.loads(content)
@@ -64,7 +64,7 @@ def parse_json(content: bytes | str) -> Any:
 
 
 def redirect_of(status: int, headers: Mapping[str, str]) -> str:
-    """Return where a redirect leads and what to do about it; "" for any other answer.
+    """Return the target of a redirect and the remedy; "" for any other response.
 
     Example:
         "redirects to 'http://other:1/', which is not followed: name the address itself".
@@ -74,5 +74,5 @@ def redirect_of(status: int, headers: Mapping[str, str]) -> str:
 
 
 async def read_refusal(status: int, headers: Mapping[str, str], chunks: AsyncIterable[bytes]) -> str:
-    """Return what an answer without success says: its status, and where it leads or the beginning of its text."""
+    """Return the status of a failed response, with its redirect or the beginning of its text."""
     return f"HTTP {status}: {redirect_of(status, headers) or (await read_error(chunks))[:MAX_ERROR_CHARACTERS]}"

@@ -1,6 +1,6 @@
-"""Names that modules had in version 0.2: jobs that it started still run them by `python -m`, and pages named them.
+"""Module names of version 0.2, whose jobs and documentation still use them with `python -m`.
 
-The next version drops this file.
+The next version removes this file.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ MOVED = {
 
 
 class MovedModules:
-    """Finds a moved package under its old name; what is in it follows from there."""
+    """Finds a moved package under its old name; its submodules are then found in the package."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
-        """Return where a module lies now, None for those that have not moved."""
+        """Return the spec of a moved module, or None if it has not moved."""
         if name not in MOVED:
             return None
         place = SOURCE / MOVED[name]
@@ -37,6 +37,6 @@ class MovedModules:
 
 
 def find_moved_modules() -> None:
-    """Have Python find them; once for a process."""
+    """Install the finder, once per process."""
     if MovedModules not in sys.meta_path:
         sys.meta_path.append(MovedModules)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Numbers as people read them; the filters of the page templates."""
+"""Formats numbers for people; also the filters of the page templates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 MINUS = "\u2212"
 HOUR, DAY = 3600, 86400
-# From here on, days say more than hours.
+# From here on, days are easier to read than hours.
 LONGEST_IN_HOURS = 2 * DAY
 
 
@@ -54,7 +54,7 @@ def format_seconds(value: float | None) -> str:
 
 
 def format_bytes(value: float | None) -> str:
-    """Return a size in decimal units, as disks are sold: 1 GB = 10^9 bytes."""
+    """Return a size in decimal units, as disks are labelled: 1 GB = 10^9 bytes."""
     if value is None:
         return "–"
     for unit, size in (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
@@ -69,17 +69,17 @@ def format_percent(value: float | None, digits: int = 1) -> str:
 
 
 def format_cost(value: float | None, currency: str) -> str:
-    """Return a sum of money; "–" where no price is known."""
+    """Return an amount of money; "–" if no price is known."""
     return "–" if value is None else f"{value:,.{0 if value >= 100 else 2}f} {currency}"
 
 
 def counted(count: int, word: str) -> str:
-    """Return a count with its word: "1 node", "1,024 nodes"."""
+    """Return a count with its noun: "1 node", "1,024 nodes"."""
     return f"{count:,} {word}{'' if count == 1 else 's'}"
 
 
 def as_text(value: Any) -> str:
-    """Return a value of a configuration as text; a list tells runs of equal items: "3 × 0, 75 × 1"."""
+    """Return a configuration value as text; a list groups equal neighbours: "3 × 0, 75 × 1"."""
     if not isinstance(value, list | tuple):
         return value if isinstance(value, str) else json.dumps(value)
     runs = [(len(list(run)), item) for item, run in groupby(value)]

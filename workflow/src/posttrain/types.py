@@ -1,4 +1,4 @@
-"""What crosses a folder border: prompts, samples, groups, batches.
+"""The types that several packages share: prompts, samples, groups, batches.
 
 Shape letters used across the library: B sequences, T tokens of a packed micro-batch, S longest sequence,
 H hidden size, N heads, V vocabulary, E experts, K keys kept by the indexer (top-k).
@@ -17,14 +17,14 @@ class Prompt:
     """One row of a dataset.
 
     Args:
-        prompt_id: Unique in its dataset and stable: it names the sample's seed and its place in a resumed run.
+        prompt_id: Unique in its dataset and stable: the sample's seed and its place in a resumed run follow from it.
         messages: Chat messages, each with "role" and "content", or with "tool_calls".
-        label: What the grader compares the response with, of any JSON type; None where the dataset has no labels.
-        source: The dataset that it is from, where a run mixes several.
-        columns: What else the row has, in JSON's types.
-        tools: JSON schemas of the functions that a response may call, None for none.
-        is_text: The row has the prompt as a text, which became one user message.
-        answer: The assistant's message that the label is the text of, where it has more than text.
+        label: The reference that the grader compares with, of any JSON type; None if the dataset has no labels.
+        source: Name of its dataset, if a run mixes several.
+        columns: The row's other columns, as JSON types.
+        tools: JSON schemas of the functions that a response may call, or None.
+        is_text: The row's prompt was a plain text, which became one user message.
+        answer: The assistant's message whose text is the label, if it contains more than text.
     """
 
     prompt_id: int
@@ -37,7 +37,7 @@ class Prompt:
     answer: dict[str, Any] | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the prompt as plain JSON types, without source, columns and tools where it has none."""
+        """Return the prompt as plain JSON types, without a source, columns and tools that are unset."""
         always = ("prompt_id", "messages", "label")
         return {name: value for name, value in vars(self).items() if name in always or value}
 
@@ -49,13 +49,13 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Routes:
-    """To which experts an engine has sent a sample's tokens: a part of a file of experts' numbers.
+    """The experts to which an engine routed a sample's tokens: a section of a file of expert ids.
 
     Args:
-        file: With those of other samples, too.
-        offset: Bytes before this sample's.
-        shape: (layers with experts, tokens, experts of a token); no engine reads a sample's last token, which has none.
-        dtype: Of a number, as numpy spells it: "uint8", or "int16" with more than 256 experts.
+        file: The file, which also contains the ids of other samples.
+        offset: Offset of this sample's section in bytes.
+        shape: (MoE layers, tokens, experts per token); the last token of a sample is never routed and is left out.
+        dtype: NumPy's name of the ids' type: "uint8", or "int16" with more than 256 experts.
         digest: xxh3_64 of the bytes, in hex digits.
     """
 
@@ -67,10 +67,10 @@ class Routes:
 
     @staticmethod
     def from_dict(content: Mapping[str, Any] | None) -> Routes | None:
-        """Rebuild them from `vars`, or from None.
+        """Rebuild the routes from `vars`, or from None.
 
         Raises:
-            ValueError: They are not numbers of experts: what a file of objects says would be executed.
+            ValueError: The type is not one of expert ids; loading a file of objects would execute code.
         """
         if not content:
             return None
@@ -84,24 +84,24 @@ class Sample:
     """One prompt with one response.
 
     Args:
-        prompt_id: The `Prompt` it answers.
+        prompt_id: Id of its `Prompt`.
         sample_index: Its place in the group, 0 .. num_samples_per_prompt - 1.
         prompt_tokens: Token ids of the rendered prompt.
-        response_tokens: Token ids of the response, the end token included where the engine emitted one.
-        rollout_logprobs: Natural-log probabilities that the engine gave to `response_tokens`, one each; empty for a
-            response that no engine has sampled.
+        response_tokens: Token ids of the response, including the end token if the engine emitted one.
+        rollout_logprobs: The engine's natural-log probabilities of `response_tokens`, one each; empty for a
+            response that no engine sampled.
         finish_reason: "stop" (end token) or "length" (cut at max_response_tokens).
-        weight_version: Version of the engine's weights, None where the engine does not tell.
-        reward: Weighted sum of the graders' scores; None where none applied or one failed: the sample is compared with
-            nobody.
-        scores: Grader -> its score, None where it does not apply or has failed.
-        parts: Further numbers that graders told, `grader/name` -> value.
-        failure: Why a grader failed, with its name; "" where none did.
-        routes: Where its tokens went in the engine; None where nobody asked.
+        weight_version: Version of the engine's weights; None if the engine does not report it.
+        reward: Weighted sum of the graders' scores; None if no grader applied or one failed, which excludes the sample
+            from its group.
+        scores: Grader -> its score; None if it does not apply or has failed.
+        parts: Additional numbers reported by graders, `grader/name` -> value.
+        failure: Why a grader failed, with its name; "" if none failed.
+        routes: The experts of its tokens in the engine; None if not recorded.
 
     Example:
         prompt_tokens (5, 9, 3), response_tokens (7, 1), rollout_logprobs (-0.2, -0.1): the packed sequence has five
-        tokens, and the two losses stand at positions 2 and 3, whose logits predict tokens 7 and 1.
+        tokens, and the two losses are at positions 2 and 3, whose logits predict tokens 7 and 1.
     """
 
     prompt_id: int
@@ -134,7 +134,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class SampleGroup:
-    """All samples of one prompt in one step: the unit whose rewards are compared with each other."""
+    """All samples of one prompt in one step, whose rewards are compared with each other."""
 
     prompt: Prompt
     samples: tuple[Sample, ...]
@@ -145,7 +145,7 @@ class SampleGroup:
 
     @staticmethod
     def from_dict(row: dict[str, Any]) -> SampleGroup:
-        """Rebuild a group from `as_dict`; the floats come back with the same bits."""
+        """Rebuild a group from `as_dict`; floats keep their bits."""
         samples = tuple(
             Sample(
                 **{
@@ -162,13 +162,13 @@ class SampleGroup:
 
 
 def _as_dict(sample: Sample) -> dict[str, Any]:
-    # `asdict` would look into every token of millions.
+    # `asdict` would visit each of millions of tokens.
     plain = {name: value for name, value in vars(sample).items() if name != "routes"}
     return plain | ({"routes": dict(vars(sample.routes))} if sample.routes else {})
 
 
 def label_text(label: Any) -> str:
-    """Return a label as text: a text is itself, anything else its JSON."""
+    """Return a label as text: strings unchanged, anything else as JSON."""
     return label.strip() if isinstance(label, str) else json.dumps(label, ensure_ascii=False)
 
 
@@ -178,7 +178,7 @@ class RolloutResult:
 
     Args:
         groups: In prompt order.
-        num_replayed: Groups that an earlier attempt had finished.
+        num_replayed: Number of groups that an earlier attempt had finished.
     """
 
     groups: list[SampleGroup]

@@ -15,7 +15,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from posttrain.errors import CheckpointError
-from posttrain.report.rank_progress import PROGRESS_VARIABLE, RankProgress, read_progress, take_silent
+from posttrain.report.rank_progress import PROGRESS_VARIABLE, RankProgress, read_progress, take_unresponsive_engine
 from posttrain.rl.engines.calls import EngineError
 from posttrain.rl.engines.client import EngineClient
 from posttrain.rl.rollout.rollout_store import RolloutStore
@@ -192,9 +192,9 @@ def test_within_a_step_the_rank_says_that_it_lives_and_which_engine_is_silent(
     monkeypatch.setattr("posttrain.rl.engines.calls.SILENCE_SECONDS", 0.4)
     monkeypatch.setattr("posttrain.rl.engines.calls.PROBE_TIMEOUT_SECONDS", 0.2)
     wait_ready(answers(9, 9, 9, 9), None)
-    assert take_silent(progress) == "", "engines that load may take their time"
+    assert take_unresponsive_engine(progress) == "", "engines that load may take their time"
     url = wait_ready(answers(9, 9, 9, 9), 3)
-    assert take_silent(progress) == url.rstrip("/")
+    assert take_unresponsive_engine(progress) == url.rstrip("/")
     assert (place(progress).step, place(progress).phase) == (3, "rollout")
 
 

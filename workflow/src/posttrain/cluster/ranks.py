@@ -26,7 +26,7 @@ from posttrain.config.schema import Config
 from posttrain.plan.flags.environment import started_with, trainer_environment
 from posttrain.plan.flags.flag import as_environment
 from posttrain.report.logging import LOG_VARIABLE
-from posttrain.report.rank_progress import PROGRESS_VARIABLE, last_words_of, read_progress, take_silent
+from posttrain.report.rank_progress import PROGRESS_VARIABLE, exit_reason_path, read_progress, take_unresponsive_engine
 from posttrain.rl.engines.secret import SECRET_VARIABLE
 from posttrain.rl.training.graceful_shutdown import SAVED_EXIT_CODE
 
@@ -163,7 +163,7 @@ class RankProcess:
 
     def silent_engine(self) -> str:
         """Return the URL of an engine that rank 0 newly found unresponsive; empty if none."""
-        return take_silent(self.progress_path)
+        return take_unresponsive_engine(self.progress_path)
 
     def ask_for_record(self) -> bool:
         """Trigger a dump of the rank's flight record; return whether a process reads the pipe."""
@@ -200,7 +200,7 @@ class RankProcess:
         code = self.process.poll()
         if code in (None, 0, SAVED_EXIT_CODE):
             return None
-        words = last_words_of(self.progress_path)
+        words = exit_reason_path(self.progress_path)
         if words.exists():
             return Ending(f"trainer rank {self.rank}", words.read_text(encoding="utf-8"), Ending.REFUSED)
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

@@ -11,7 +11,7 @@ from posttrain.store import Paths, receipt_of, suite_folders
 
 
 def main(paths: Paths) -> None:
-    """Show the findings, and fail with the problems that would refuse a run."""
+    """Show the findings, and fail with the problems that would reject a run."""
     config, suites = paths.resolved.config, suite_folders(paths.resolved.config)
     raise_if_any(
         [

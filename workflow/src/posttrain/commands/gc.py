@@ -1,4 +1,4 @@
-"""Show the artefacts that no run needs, and the users of the others; delete unused ones on demand."""
+"""List unused artefacts, and the users of the others; delete unused ones on request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from posttrain.store.garbage import Stored, delete_unused, freed_bytes, list_sto
 
 
 def main(paths: Paths, delete: bool) -> None:
-    """List every artefact, then what is or would be freed."""
+    """List every artefact, then the bytes that are or would be freed."""
     store, unused_days = paths.store, paths.resolved.config.site.unused_days
     found = list_store(store, unused_days) if store.is_dir() else []
     show(found, store, unused_days)
@@ -50,7 +50,7 @@ def show(found: list[Stored], store: Path, unused_days: float) -> None:
 
 
 def state_of(artefact: Stored, unused_days: float) -> str:
-    """Describe an artefact, and why it stays although no run uses it."""
+    """Describe an artefact, and why it is kept if no run uses it."""
     if artefact.builder:
         return f"being made by {artefact.builder}"
     whole = "finished" if artefact.is_finished else "half made"

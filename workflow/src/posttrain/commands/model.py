@@ -1,4 +1,4 @@
-"""Write a model's file from a checkpoint's `config.json`, and say what of it cannot be taken."""
+"""Write a model file from a checkpoint's `config.json`, and report what is not supported."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from posttrain.config.schema import Architecture
 from posttrain.errors import ConfigError, Problem, raise_if_any
 from posttrain.store import write_text
 
-# A model below this size is one to try things with on a machine without GPUs.
+# Models below this size run on a machine without GPUs.
 _MAX_CPU_BYTES = 1 << 30
 
 
 def main(folder: Path, name: str | None, output: Path | None) -> None:
-    """Write a model file from a checkpoint, and raise the problems for which a run of it would be rejected."""
+    """Write a model file from a checkpoint, and raise the problems that would reject a run."""
     if output and output.exists():
         remedy = "give another name, or delete it"
         raise ConfigError([Problem("--output", str(output), "a new file", remedy)])
@@ -50,7 +50,7 @@ def main(folder: Path, name: str | None, output: Path | None) -> None:
 
 
 def model_file(folder: Path, name: str, arch: Architecture) -> str:
-    """Return the YAML of `models/{name}.yaml`, without dimensions at a default that the family does not need."""
+    """Return the YAML of `models/{name}.yaml`, without unneeded dimensions at their default."""
     num_bytes = sum(spec.size_bytes for spec in expected_tensors(arch).values())
     model = {
         "name": name,
@@ -78,7 +78,7 @@ def _said(arch: Architecture) -> dict[str, Any]:
 
 
 def _as_stored(content: Mapping[str, Any], arch: Architecture, tensors: Mapping[str, TensorSpec]) -> Architecture:
-    """Return the architecture without MTP layers where config.json counts some and the weights have none."""
+    """Return the architecture, without MTP layers if config.json counts some but the weights contain none."""
     without = dataclasses.replace(arch, num_nextn_predict_layers=0)
     if not arch.num_nextn_predict_layers or any(mtp_layer_of(arch, tensor) for tensor in tensors):
         return arch

@@ -1,4 +1,4 @@
-"""Write the plan as JSON and as a page: layout, memory, disk and durations of a configuration, before any work."""
+"""Write the plan of a configuration as JSON and as a page: layout, memory, disk and durations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from posttrain.store import Paths, write_json, write_text
 
 
 def main(paths: Paths, jobs_at_once: int | None) -> None:
-    """Compute, write, show, and end with the problems."""
+    """Compute, write and show the plan, then fail if there are problems."""
     plan, page = build_plan(paths.resolved, jobs_at_once), paths.plan.with_suffix(".html")
     plan["problems"] += [problem.as_dict() for problem in check_data_files(paths.resolved.config, must_exist=False)]
     plan["rehearsal"] = describe_rehearsal(paths)

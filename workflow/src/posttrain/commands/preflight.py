@@ -1,4 +1,4 @@
-"""Look at the nodes of a training job, the spare ones too, as training does before it begins; nothing is trained."""
+"""Check the nodes of a training job, spare nodes included, as training does before it begins, without training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from posttrain.store import Paths
 
 
 def main(paths: Paths) -> None:
-    """Show and keep what was found; fail with the unfit nodes, what is wrong with each, and how to exclude them."""
+    """Show and store the results; fail with the unfit nodes, their faults, and how to exclude them."""
     config = paths.resolved.config
     raise_if_any(list(check_preflight(config)))
     found = look_at_nodes(paths, find_nodes(config, paths.train))

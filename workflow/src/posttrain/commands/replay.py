@@ -1,4 +1,4 @@
-"""Train a step of a run again, on its stored rollout and without engines, and compare the bits."""
+"""Repeat a training step of a run on its stored rollout, without engines, and compare the bits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from posttrain.store import Paths
 
 
 def main(paths: Paths, step: int | None) -> None:
-    """Say what was trained again; fail by naming whatever has other bits."""
+    """Report the repeated step; fail with the names of everything whose bits differ."""
     done = replay(paths, step)
     if done.differences:
         listed = "\n  ".join(done.differences)

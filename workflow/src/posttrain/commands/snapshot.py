@@ -1,4 +1,4 @@
-"""Write snapshot.html: the report of a run as far as it is, before, during and after training."""
+"""Write snapshot.html: a report of a run at any time before, during or after training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from posttrain.store.lease import living_holder
 
 
 def main(paths: Paths) -> None:
-    """Read what there is and draw it; the run does not notice, and its report stays as it is."""
+    """Render the run's current data; neither the run nor its report is changed."""
     holder = living_holder(paths.lease, job_is_alive=job_is_alive)
     so_far = read_run_so_far(paths, Path("logs"), holder.since_unix if holder else None)
     verdict, summary = judge_run(so_far), summarize(so_far)

@@ -1,4 +1,4 @@
-"""Show where runs stand: step, speed, reward, last checkpoint, attempts, who trains, and jobs in the queue."""
+"""Show the state of runs: step, speed, reward, last checkpoint, attempts, holder, and queued jobs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from posttrain.store import Paths
 
 
 def main(paths: Paths) -> None:
-    """Read every run, or the one that was named; write nothing."""
+    """Show every run, or the named one; write nothing."""
     resolved, results = paths.resolved, paths.run.parent
     runs = choose(find_runs(results), resolved, results, is_named=bool(resolved.request.get("run")))
     show_runs([read_status(Paths(dataclasses.replace(resolved, run=name))) for name in runs], results)
@@ -27,7 +27,7 @@ def main(paths: Paths) -> None:
 
 
 def choose(runs: list[str], resolved: Resolved, results: Path, is_named: bool) -> list[str]:
-    """Return all runs, or the one that `--config run=` names."""
+    """Return all runs, or the run of `--config run=`."""
     if not is_named:
         return runs
     if resolved.run in runs:
@@ -60,14 +60,14 @@ def show_runs(found: list[RunStatus], results: Path) -> None:
 
 
 def describe_checkpoint(status: RunStatus) -> str:
-    """Say which step the newest checkpoint is of, and how old it is."""
+    """Return the step and the age of the newest checkpoint as text."""
     if status.checkpoint_unix is None:
         return "none"
     return f"step {status.checkpoint}, {format_seconds(time.time() - status.checkpoint_unix)} ago"
 
 
 def describe_holder(status: RunStatus) -> str:
-    """Return the run's holder, or how its last attempt ended."""
+    """Return the run's holder, or the outcome of its last attempt."""
     if status.running:
         return "; ".join(status.running)
     if status.holder is None:
@@ -76,7 +76,7 @@ def describe_holder(status: RunStatus) -> str:
 
 
 def show_queue(jobs: list[QueuedJob]) -> None:
-    """Print the jobs that were submitted from here; nothing where there are none."""
+    """Print the jobs that were submitted from here, if any."""
     if not jobs:
         return
     table = Table("job", "state", "has run", "nodes", "waits for", "rule", show_edge=False, header_style="bold")

@@ -1,4 +1,4 @@
-"""Prove where every byte of a run came from: follow the receipts' digests to the source, hash every file again."""
+"""Verify the origin of every byte of a run: follow the receipts' digests to the source, and hash every file again."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from posttrain.store import Paths, write_json
 
 
 def main(paths: Paths, sizes_only: bool) -> None:
-    """Check everything, show it, and fail by naming whatever is not what it should be."""
+    """Check everything, show the results, and fail with the names of all mismatches."""
     if sizes_only:
         prove(paths, content=False)
         return
-    # What was proven once may not hold any more.
+    # An earlier proof may no longer hold.
     paths.verified.unlink(missing_ok=True)
     write_json(paths.verified, prove(paths))

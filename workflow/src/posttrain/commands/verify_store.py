@@ -1,4 +1,4 @@
-"""Prove where every byte of the checkpoints that a run begins with came from, before there is a run."""
+"""Verify the origin of every byte of the checkpoints that a run starts from, before the run exists."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from posttrain.store import Paths
 
 
 def main(paths: Paths, sizes_only: bool) -> None:
-    """Check everything, show it, and fail by naming whatever is not what it should be."""
+    """Check everything, show the results, and fail with the names of all mismatches."""
     prove(paths, content=not sizes_only, whole_run=False)

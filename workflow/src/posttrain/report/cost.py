@@ -1,4 +1,4 @@
-"""What a run takes of its machines: GPU-hours, and their price where the site tells one."""
+"""The GPU-hours of a run, and their price where the site configures one."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from posttrain.plan.job_needs import job_needs
 
 
 def cost_part(config: Config, jobs: Iterable[tuple[str, float]]) -> dict[str, Any]:
-    """Return "gpu_hours" of jobs and their "cost" in "currency"; None for what is not known.
+    """Return the "gpu_hours" of jobs and their "cost" in "currency"; None for unknown values.
 
     Args:
         config: The resolved configuration.
-        jobs: Rule and seconds of each. Training holds its spare nodes, too.
+        jobs: Rule and seconds of each job. Training also occupies its spare nodes.
     """
     unknown = {"gpu_hours": None, "cost": None, "currency": config.site.currency}
     if config.hardware.device == "cpu":

@@ -1,7 +1,7 @@
-"""How many tokens a calibration gave to each expert, as a picture: a row for each layer, its experts by their tokens.
+"""A heat map of the tokens that a calibration routed to each expert: one row per layer, experts sorted by tokens.
 
-Experts of a layer stand from the fewest tokens to the most, so that a row of 256 is a few stretches of one shade: what
-matters is how many were given how little, and the log names those that were given nothing.
+Experts of a layer are sorted from the fewest tokens to the most, so a row of 256 becomes a few stretches of one shade.
+The map shows how many experts received few tokens; the log names those that received none.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from markupsafe import Markup
 
 from posttrain.report.report_charts import WIDE_WIDTH, svg_text
 
-# From this many tokens on the next shade begins; none at all has a colour of its own.
+# The lowest token count of each shade; zero tokens have their own colour.
 SHADES = (1, 10, 100, 1_000, 10_000)
 LABEL_WIDTH, LEGEND_HEIGHT, ROW_HEIGHT, FEWEST_ROWS_HEIGHT = 54.0, 26.0, 5.0, 14.0
-# So many rows have a label of their own.
+# Number of rows with a label.
 MOST_LABELS = 16
 NEVER = "none: the largest magnitude of its layer is taken"
 

@@ -1,7 +1,7 @@
 """Confidence intervals of a pass rate and of its change.
 
-Two evaluations ask the same prompts, so a change is the mean of one difference per prompt, whatever the samples of a
-prompt have in common (Miller, Adding error bars to evals, arXiv:2411.00640, section 4.2). `make test-faults
+Two evaluations use the same prompts, so a change is the mean of one difference per prompt, even if the samples of a
+prompt are correlated (Miller, Adding error bars to evals, arXiv:2411.00640, section 4.2). `make test-faults
 PART=statistics` measures error rates and power of these intervals.
 """
 
@@ -11,17 +11,17 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# Of a normal distribution, 95 % lie within so many standard deviations.
+# 95 % of a normal distribution lie within this many standard deviations.
 Z = 1.959964
-# With fewer prompts that differ, their variance says little of the prompts that might have differed.
+# If fewer prompts differ, their variance is a poor estimate for the prompts that could have differed.
 FEW = 6
 
-# A change, and the ends of its 95 % interval.
+# A change, and the bounds of its 95 % interval.
 Change = tuple[float, float, float]
 
 
 def rate_change(before: Mapping[str, Any], after: Mapping[str, Any]) -> Change:
-    """Return the change of the pass rate between two evaluations, and the ends of its 95 % interval.
+    """Return the change of the pass rate between two evaluations, and the bounds of its 95 % interval.
 
     Results of older versions have no rates by prompt. For those, and for evaluations of different prompts, the interval
     is that of two independent groups with one trial per prompt, which is too wide: Newcombe, Interval estimation for
@@ -43,7 +43,7 @@ def rate_change(before: Mapping[str, Any], after: Mapping[str, Any]) -> Change:
 
 
 def reward_change(before: Mapping[str, Any], after: Mapping[str, Any]) -> Change | None:
-    """Return the same for the mean reward of graded samples.
+    """Return the change of the mean reward of graded samples, and the bounds of its 95 % interval.
 
     None where rewards are 0 or 1, so that the pass rate says the same, and where results have no rewards by prompt.
     """
@@ -65,7 +65,7 @@ def _pairs(before: Mapping[str, Any], after: Mapping[str, Any], column: int) -> 
 
 
 def wilson(rate: float, count: int) -> Change:
-    """Return a rate and the ends of Wilson's interval (1927) around it.
+    """Return a rate and the bounds of its Wilson interval (1927).
 
     Args:
         rate: Share of successes.
@@ -78,11 +78,11 @@ def wilson(rate: float, count: int) -> Change:
 
 
 def paired_change(differences: Sequence[float], step: float) -> Change:
-    """Return the mean of differences, and the ends of its 95 % interval.
+    """Return the mean of differences, and the bounds of its 95 % interval.
 
     Args:
         differences: Of each prompt.
-        step: The least by which a prompt can differ; bounds the change where none does.
+        step: The smallest nonzero difference of a prompt; it bounds the change if no prompt differs.
 
     Example:
         None of 400 prompts with one sample differs: (0, -0.0095, 0.0095). Of 100, four lost and one won:

@@ -1,4 +1,4 @@
-"""Logging set-up of every process: one line per record, on stderr, with time and the part that speaks."""
+"""Logging set-up of every process: one line per record on stderr, with the time and the role of the process."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ CLEAR_LINE = "\r\x1b[2K"
 def configure_logging(role: str | None = None) -> None:
     """Send records of level INFO and above to stderr, and to the file that `POSTTRAIN_LOG` names.
 
-    The workflow names its rule's log there. stderr itself stays the terminal, so that progress bars are live. The
-    traceback of what nobody catches goes the same way, and the stack of a crash in native code into the file.
+    The workflow sets the variable to the rule's log. stderr stays the terminal, so progress bars are live. Uncaught
+    exceptions are logged to both; the stack of a crash in native code goes to the file.
 
     Args:
-        role: Who speaks, when several processes share a log ("trainer 0", "engine 1").
+        role: The process, if several share a log ("trainer 0", "engine 1").
     """
-    # A log on a full disk must not bury what the terminal shows under tracebacks of its own.
+    # If the disk of the log is full, logging must not print its own tracebacks over the terminal's messages.
     logging.raiseExceptions = False
     prefix = f"[{role}] " if role else ""
     handlers: list[logging.Handler] = [TerminalHandler()]
@@ -36,12 +36,12 @@ def configure_logging(role: str | None = None) -> None:
         stream = file_handler.stream
         assert stream is not None, "it was opened just now"
         faulthandler.enable(stream)
-        # The supervisor of a trainer rank asks with it where the rank is.
+        # The supervisor of a trainer rank sends this signal to get the rank's stack.
         faulthandler.register(signal.SIGUSR2, stream)
     for handler in handlers:
         handler.setFormatter(_Printable(f"%(asctime)s {prefix}%(levelname).1s %(name)s: %(message)s", "%H:%M:%S"))
     logging.basicConfig(level=os.environ.get("POSTTRAIN_LOG_LEVEL", "INFO"), handlers=handlers, force=True)
-    # What these libraries say at INFO is about themselves, and buries what we say.
+    # The INFO messages of these libraries would drown ours.
     clients = ("httpx", "httpx2", "httpcore", "httpcore2", "urllib3")
     for noisy in (*clients, "filelock", "matplotlib", "megatron", "transformers"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
@@ -49,19 +49,19 @@ def configure_logging(role: str | None = None) -> None:
 
 
 class _Printable(logging.Formatter):
-    """Names control characters: a log is read on a terminal."""
+    """Escapes control characters, because a log is read on a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return a record as it is written."""
+        """Return the formatted record."""
         return printable(super().format(record))
 
 
 class TerminalHandler(logging.StreamHandler[TextIO]):
-    """Writes to stderr; on a terminal above a progress bar of its own, and in place of another process's."""
+    """Writes to stderr: above a progress bar of this process, over a bar of another process."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record."""
-        # A live bar takes the place of stderr while it is shown.
+        # A live bar replaces stderr while it is shown.
         self.setStream(sys.stderr)
         clear_line()
         super().emit(record)

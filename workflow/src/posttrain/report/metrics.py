@@ -1,8 +1,7 @@
 """The one table of metric names: what each means, its unit, and whether it is a timing.
 
-Whoever measures something per step uses a name from `METRICS`; the sinks refuse any other. A run that was
-killed and resumed must repeat every number of the undisturbed run bit for bit, timings excepted: `is_timing`
-says which those are.
+Every metric of a step has a name from `METRICS`; the sinks reject any other. A run that was killed and resumed must
+repeat every number of the undisturbed run bit for bit, except those marked `is_timing`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from posttrain.rl.algorithm.statistics import STATISTICS
 
 @dataclass(frozen=True)
 class Metric:
-    """What one number per step means.
+    """The meaning of one number per step.
 
     Args:
         doc: Its definition, with the denominator where there is one.
@@ -55,7 +54,7 @@ METRICS: Mapping[str, Metric] = {
     "train/padding_fraction": Metric("Share of the computed tokens that are padding"),
     "train/non_finite_steps": Metric("Updates left out so far because loss or gradient norm was not finite", "updates"),
     "train/zero_advantage_updates": Metric("Updates of the step whose advantages were all zero", "updates"),
-    # ---- what the updates' tokens asked of the experts, over MoE layers ----
+    # ---- expert load of the updates' tokens, over MoE layers ----
     "moe/busiest_expert_max": Metric("Tokens of a layer's busiest expert over its experts' mean, in the worst layer"),
     "moe/busiest_expert_mean": Metric("Tokens of a layer's busiest expert over its experts' mean, mean over layers"),
     "moe/idle_experts": Metric("Share of the experts that saw no token"),
@@ -107,7 +106,7 @@ METRICS: Mapping[str, Metric] = {
     ),
 }
 
-# Metrics whose names go on with what only the run knows.
+# Prefixes of metrics whose names end with a name from the run, such as a grader or a suite.
 FAMILIES: Mapping[str, Metric] = {
     "reward/": Metric("Mean score of one grader, or of a number that it tells, over the samples that it applies to"),
     "evaluation/": Metric("A suite's pass rate or mean reward, by the weights that sample the step's rollout"),
@@ -116,16 +115,15 @@ FAMILIES: Mapping[str, Metric] = {
 
 
 def metric_of(name: str) -> Metric | None:
-    """Return what a metric means, None where there is no such metric."""
+    """Return the definition of a metric, or None if there is no such metric."""
     family = next((metric for prefix, metric in FAMILIES.items() if name.startswith(prefix)), None)
     return METRICS.get(name, family)
 
 
 def check_metrics(values: Mapping[str, float]) -> None:
-    """Refuse names that `METRICS` does not hold and values that are not finite numbers.
+    """Reject names that are not in `METRICS` and values that are not finite.
 
-    A value that could not be measured is left out by the caller; NaN and infinity stand for a defect and are
-    named.
+    The caller leaves out values that could not be measured; NaN and infinity are defects and are rejected by name.
 
     Raises:
         ValueError: Listing every unknown name and every bad value.
@@ -143,7 +141,7 @@ def check_metrics(values: Mapping[str, float]) -> None:
 
 
 def without_timings(row: Mapping[str, float]) -> dict[str, float]:
-    """Return a metric row without what depends on the clock: equal rows mean equal computation."""
+    """Return a metric row without timings: equal rows mean equal computation."""
     return {name: value for name, value in row.items() if name not in METRICS or not METRICS[name].is_timing}
 
 

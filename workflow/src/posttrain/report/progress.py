@@ -1,7 +1,7 @@
 """Progress bars for bytes and steps.
 
-On a terminal a live bar (rich), of one process at a time: two would write over each other, so the others show lines.
-In a log file one line every few seconds, so that a log shows the same without thousands of carriage returns.
+On a terminal, one process at a time shows a live bar (rich); two would overwrite each other, so the others print lines.
+A log file gets one line every few seconds, instead of thousands of carriage returns.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rich.progress import (
 )
 
 log = logging.getLogger(__name__)
-# Often enough to see that it goes on, seldom enough for a log of hours to be read.
+# Often enough to show that work continues, and rarely enough to keep a log of hours readable.
 LOG_EVERY_SECONDS = 5.0
 
 
@@ -37,7 +37,7 @@ class ProgressBar:
         label: What is being done.
         total: Number of units.
         unit: "bytes" shows size and speed; anything else a count.
-        quiet: Show nothing; for processes of which one speaks for all.
+        quiet: Show nothing, because another process shows the progress of all.
     """
 
     def __init__(self, label: str, total: int, unit: str = "bytes", quiet: bool = False):
@@ -95,11 +95,11 @@ class ProgressBar:
 
 
 def _take_terminal() -> int | None:
-    """Return a descriptor that holds stderr's terminal for this process's bar; None where there is none to have."""
+    """Return a descriptor that locks stderr's terminal for this process's bar, or None if that is not possible."""
     if not sys.stderr.isatty():
         return None
     try:
-        # A lock is of an open file: that of stderr is shared with whoever started this process.
+        # A lock belongs to an open file, and stderr is shared with the parent process: open the terminal anew.
         terminal = os.open(os.ttyname(sys.stderr.fileno()), os.O_WRONLY | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError:
         return None

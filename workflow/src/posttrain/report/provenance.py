@@ -1,6 +1,6 @@
-"""What a run consists of: every artefact that has a receipt, from the source to the evaluation.
+"""Finds every artefact of a run that has a receipt, from the source to the evaluation.
 
-A receipt names the digests of what it was made from; `checkpoint.verification` follows them and reads the files again.
+A receipt contains the digests of its inputs; `checkpoint.verification` follows them and reads the files again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from posttrain.store import (
     sync_tree,
 )
 
-# What the training of a run writes down for people to read; of a W&B run all but its logs.
+# What training writes for people to read; of a W&B run, everything but its logs.
 RECORDS = (
     *("train/metrics.jsonl", "train/attempts.jsonl", "train/evaluations/step_*.json", "node_local/*.json"),
     *("train/wandb/*run-*/*.wandb", "train/wandb/*run-*/files/**/*"),
@@ -34,15 +34,15 @@ RECORDS = (
 
 @dataclass(frozen=True)
 class Artifact:
-    """A folder that a step made, or one part of it.
+    """A folder that a step wrote, or one part of it.
 
     Args:
         name: Short name: "hf", "torch_dist part 0", "node0: rollout_fp8".
-        folder: Where its files lie.
-        receipt_path: Its receipt, or the record that stands for one.
-        receipt: The receipt's content; None when it cannot be read, and `damage` says why.
-        damage: Why the receipt cannot be used; "" when it can.
-        is_whole_folder: Its receipt lists all that may lie in the folder.
+        folder: The folder of its files.
+        receipt_path: Its receipt, or the record that replaces one.
+        receipt: The receipt's content; None if it cannot be read (see `damage`).
+        damage: Why the receipt cannot be used; "" if it can.
+        is_whole_folder: The folder may contain only what its receipt lists.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Artifact:
 
 
 def record_run(run: Path) -> tuple[FileRecord, ...]:
-    """Return the records of what the training of a run wrote down, beside its checkpoints, for people to read.
+    """Return the records of what training wrote for people to read, apart from checkpoints.
 
     Args:
         run: The run's folder; names are relative to it.
@@ -75,7 +75,7 @@ def find_artefacts(paths: Paths) -> list[Artifact]:
 
 
 def find_store_artefacts(paths: Paths) -> list[Artifact]:
-    """Return the artefacts that do not depend on a run; of unfinished ones the finished parts."""
+    """Return the artefacts that do not depend on a run; of an unfinished one, its finished parts."""
     folders = [(name, folder) for name, folder in paths.store_artefacts.items() if name not in _of_the_run(paths)]
     if (source := paths.resolved.config.model.source).kind == "run":
         folders.insert(0, (f"run {source.run}: hf", paths.source_export))
@@ -85,7 +85,7 @@ def find_store_artefacts(paths: Paths) -> list[Artifact]:
 def _find_run_artefacts(paths: Paths) -> list[Artifact]:
     found = []
     if paths.train_done.exists():
-        # Training's receipt has a name of its own; its checkpoints lie beside other files of the run.
+        # Training's receipt has its own name; its checkpoints share a folder with other files of the run.
         found.append(_load("train", paths.train, paths.train_done, False))
     finals = [paths.train / str(train.receipt.settings.get("final_checkpoint")) for train in found if train.receipt]
     if not receipt_of(paths.hf_export).exists():
@@ -100,7 +100,7 @@ def _find_run_artefacts(paths: Paths) -> list[Artifact]:
             continue
         folder = receipt_path.with_name(receipt_path.name.removesuffix(".receipt.json"))
         name = f"run: {folder.relative_to(paths.run).as_posix()}"
-        # A step whose result is a single file has its receipt beside that file.
+        # If a step's result is a single file, the receipt is next to that file.
         whole = folder.is_dir()
         found.append(_load(name, folder if whole else receipt_path.parent, receipt_path, whole))
     copies = _find_copies(paths, find_store_artefacts(paths))
@@ -108,7 +108,7 @@ def _find_run_artefacts(paths: Paths) -> list[Artifact]:
 
 
 def _of_the_run(paths: Paths) -> dict[str, Path]:
-    """Return what is made of trained weights for serving: the run's, although it lies in the store."""
+    """Return the serving artefacts of the run's trained weights; they lie in the store but belong to the run."""
     is_trained = paths.resolved.config.serving.weights == "trained"
     return {"calibration": paths.calibration, "serving": paths.serving} if is_trained else {}
 
@@ -124,7 +124,7 @@ def _kept_checkpoint(manifest: Path) -> Artifact:
 
 
 def _artefacts_of(name: str, folder: Path) -> list[Artifact]:
-    """Return a folder's artefact; while it is not finished, the parts that are."""
+    """Return a folder's artefact, or its finished parts while it is unfinished."""
     if receipt_of(folder).exists():
         return [_load(name, folder, receipt_of(folder))]
     receipts = sorted(part_receipt_of(folder, 0).parent.glob("*.receipt.json"))
@@ -133,7 +133,7 @@ def _artefacts_of(name: str, folder: Path) -> list[Artifact]:
 
 
 def _find_copies(paths: Paths, origins: Iterable[Artifact]) -> Iterator[Artifact]:
-    """Yield the copies on nodes' own disks that this machine can see, with their origin's receipt."""
+    """Yield the node-local copies that this machine can see, with the receipt of their origin."""
     receipts = {origin.receipt.digest: origin for origin in origins if origin.receipt is not None}
     for record in sorted(paths.run.glob("node_local/*.json")):
         try:
@@ -153,7 +153,7 @@ def _find_copies(paths: Paths, origins: Iterable[Artifact]) -> Iterator[Artifact
 
 
 def _find_evaluations(paths: Paths) -> Iterator[Artifact]:
-    """Yield the evaluations, then lm-eval's; earlier versions wrote no receipts, the result itself names its model."""
+    """Yield the evaluations, then lm-eval's. Earlier versions wrote no receipts; their results name the model."""
     for path in (paths.evaluation("before"), paths.evaluation("after")):
         name = f"evaluation {path.stem}"
         if receipt_of(path).exists():

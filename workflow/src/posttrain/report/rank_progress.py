@@ -17,34 +17,34 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 PROGRESS_VARIABLE = "POSTTRAIN_RANK_PROGRESS"
-# Phases in which engines and graders work, which have deadlines of their own: the rank that waits says that it lives.
+# Phases in which a rank waits for engines and graders, which have their own deadlines; it writes a heartbeat.
 ROLLOUT, EVALUATION = "rollout", "evaluation"
-# How often a rank that waits for engines says that it lives.
+# Interval of the heartbeat.
 BEAT_SECONDS = 5.0
-# Rank 0 has the rollout, and the others are about to get it: no phase of its own, but a place where ranks can hang.
+# Rank 0 sends the rollout to the other ranks: not a phase of a step, but ranks can hang here.
 SHARE_ROLLOUT = "share_rollout"
-# A step is done, and its checkpoint is about to be written in a thread: the same.
+# A step is done, and a thread begins to write its checkpoint: ranks can hang here, too.
 BEGIN_SAVE = "begin_save"
-# In a phase of many micro-batches: the passes through the model, and what comes after them.
+# Marks in a phase with many micro-batches: passes through the model, and the end of the last pass.
 FORWARD, BACKWARD, AFTER_PASSES = "forward", "backward", "after_passes"
-# A phase was entered, and no mark of it was passed.
+# No mark of this phase was passed yet.
 NO_MARK = "-"
-# Longer than any step, phase and clock; of one length, so that a line replaces the whole line before it.
+# A fixed length that fits every line, so a line replaces the previous one completely.
 _LINE_BYTES = 128
 
 
 @dataclass(frozen=True)
 class RankProgress:
-    """Where a rank is.
+    """The position of a rank within a step.
 
     Args:
         step: From 0.
-        phase: Name of the phase that it has entered last.
-        since: When it did, or last said so again, in seconds of the node's monotonic clock.
-        mark: The last mark that it has passed in it, NO_MARK for none.
-        marks: How many.
-        moved: When it passed the last one, or entered the phase.
-        usual: Seconds from there to the next mark or phase, the longest that this rank has seen; below 0: never yet.
+        phase: The phase that the rank entered last.
+        since: Time of that entry or of the last heartbeat, in seconds of the node's monotonic clock.
+        mark: The last mark passed in the phase, or NO_MARK.
+        marks: Number of marks passed in the phase.
+        moved: Time of the last mark, or of the entry into the phase.
+        usual: Longest time this rank has needed from here to the next mark or phase, in seconds; negative: unknown.
     """
 
     step: int
@@ -56,20 +56,20 @@ class RankProgress:
     usual: float
 
 
-class _Journey:
-    """What this process has said, and how long it was from one mark to the next; only its main thread moves."""
+class _ProgressTracker:
+    """The progress of this process and the longest time between any two marks; used by the main thread alone."""
 
     def __init__(self) -> None:
         self._here: RankProgress | None = None
         self._longest: dict[tuple[str, str], float] = {}
 
     def enter(self, step: int, phase: str) -> RankProgress:
-        """Enter a phase, perhaps the same again."""
+        """Enter a phase, or enter it again."""
         now = self._arrive()
         return self._be(RankProgress(step, phase, now, NO_MARK, 0, now, self._longest.get((phase, NO_MARK), -1.0)))
 
-    def pass_by(self, mark: str) -> RankProgress | None:
-        """Pass a mark; None outside of phases."""
+    def pass_mark(self, mark: str) -> RankProgress | None:
+        """Pass a mark; return None outside of phases."""
         if self._here is None:
             return None
         now, usual = self._arrive(), self._longest.get((self._here.phase, mark), -1.0)
@@ -87,25 +87,25 @@ class _Journey:
         return now
 
 
-_JOURNEY = _Journey()
+_TRACKER = _ProgressTracker()
 
 
 def report_progress(step: int, phase: str) -> None:
-    """Write where this process is; does nothing where no supervisor has asked for it."""
+    """Write the phase of this process, if a supervisor reads it."""
     if path := os.environ.get(PROGRESS_VARIABLE):
-        _write(path, _JOURNEY.enter(step, phase))
+        _write(path, _TRACKER.enter(step, phase))
 
 
 def report_mark(mark: str) -> None:
-    """Write that this process has moved within its phase; does nothing where no supervisor has asked for it."""
+    """Write that this process passed a mark of its phase, if a supervisor reads it."""
     path = os.environ.get(PROGRESS_VARIABLE)
-    if path and (here := _JOURNEY.pass_by(mark)):
+    if path and (here := _TRACKER.pass_mark(mark)):
         _write(path, here)
 
 
 def _write(path: str, here: RankProgress) -> None:
     words = f"{here.step} {here.phase} {here.since:.3f} {here.mark} {here.marks} {here.moved:.3f} {here.usual:.3f}"
-    # One write of fixed length: who reads at the same time sees the old line or the new one.
+    # One write of fixed length, so a concurrent reader sees either the old line or the new one.
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
     try:
         os.pwrite(descriptor, words.ljust(_LINE_BYTES).encode(), 0)
@@ -114,35 +114,35 @@ def _write(path: str, here: RankProgress) -> None:
 
 
 async def keep_reporting(step: int, phase: str) -> None:
-    """Write where this process is again and again, as long as its event loop turns; ends when it is cancelled."""
+    """Write a heartbeat for as long as the event loop runs; ends when it is cancelled."""
     while True:
         report_progress(step, phase)
         await asyncio.sleep(BEAT_SECONDS)
 
 
-def leave_last_words(text: str) -> None:
-    """Write why this process ends, and would end again; does nothing where no supervisor has asked for it."""
+def write_exit_reason(text: str) -> None:
+    """Write why this process ends and must not be restarted, if a supervisor reads it."""
     if path := os.environ.get(PROGRESS_VARIABLE):
         with contextlib.suppress(OSError):
-            last_words_of(Path(path)).write_text(text, encoding="utf-8")
+            exit_reason_path(Path(path)).write_text(text, encoding="utf-8")
 
 
-def last_words_of(progress: Path) -> Path:
-    """Return where `leave_last_words` writes, given where the rank says in which phase it is."""
+def exit_reason_path(progress: Path) -> Path:
+    """Return the file of `write_exit_reason`, which is next to the rank's progress file."""
     return progress.with_name(f"{progress.name}.last-words")
 
 
-def name_silent(url: str) -> None:
-    """Have an engine ended that does not answer any more; does nothing where no supervisor has asked for progress."""
+def report_unresponsive_engine(url: str) -> None:
+    """Report an engine that no longer answers, so that the supervisor ends it, if there is one."""
     if path := os.environ.get(PROGRESS_VARIABLE):
-        named = _silent_of(Path(path))
+        named = _unresponsive_path(Path(path))
         named.with_suffix(".new").write_text(url, encoding="utf-8")
         named.with_suffix(".new").replace(named)
 
 
-def take_silent(progress: Path) -> str:
-    """Return the engine that `name_silent` has named since the last look; empty for none."""
-    named = _silent_of(progress)
+def take_unresponsive_engine(progress: Path) -> str:
+    """Return the engine reported since the last call, or ""."""
+    named = _unresponsive_path(progress)
     if not named.exists():
         return ""
     url = named.read_text(encoding="utf-8")
@@ -150,12 +150,12 @@ def take_silent(progress: Path) -> str:
     return url
 
 
-def _silent_of(progress: Path) -> Path:
+def _unresponsive_path(progress: Path) -> Path:
     return progress.with_name(f"{progress.name}.silent")
 
 
 def read_progress(path: Path) -> RankProgress | None:
-    """Return what a rank has written last; None before its first step."""
+    """Return the last progress of a rank, or None before its first step."""
     if not path.exists():
         return None
     words = path.read_text().split()

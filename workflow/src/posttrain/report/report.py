@@ -26,13 +26,13 @@ from posttrain.store.format_versions import CURRENT_RULES
 from posttrain.store.weight_formats import OTHER_QUANTISED
 from posttrain.types import label_text
 
-# Of a prompt or response at first sight, and of all of them together once they are unfolded.
+# Characters of a prompt or response that are shown folded, and of all of them together when unfolded.
 SHOWN_CHARACTERS, ALL_CHARACTERS = 400, 1_400_000
 
 
 @dataclass(frozen=True)
 class ConfigRow:
-    """One value of the configuration as the page shows it."""
+    """One configuration value, as shown on the page."""
 
     key: str
     value: str
@@ -40,7 +40,7 @@ class ConfigRow:
 
     @property
     def is_chosen(self) -> bool:
-        """The user set it for this run."""
+        """Whether the user set the value for this run."""
         return self.origin == "set=" or self.origin.startswith("--config")
 
 
@@ -61,7 +61,7 @@ class PromptSamples:
 
 
 def render_report(run: RunData, summary: Mapping[str, Any], verdict: Verdict) -> str:
-    """Return the report as one HTML page; of a run that is not finished, what there is of it."""
+    """Return the report as one HTML page; the report of an unfinished run shows what exists so far."""
     samples = pair_samples(*((result or {}).get("examples", ()) for result in (run.before, run.after)))
     rules = rule_chain(run.config, is_fork=bool(run.lineage))
     return render_page(
@@ -91,12 +91,12 @@ def render_report(run: RunData, summary: Mapping[str, Any], verdict: Verdict) ->
 
 
 def rule_states(run: RunData, rules: Sequence[RuleNode]) -> dict[str, RuleState]:
-    """Return what is known about each rule of the chain: done with its seconds, or not run."""
+    """Return the state of each rule of the chain: done, with its seconds, or not run."""
     steps = {artefact.receipt.step for artefact in run.artefacts if artefact.receipt is not None}
     made = {CURRENT_RULES.get(step, step) for step in steps} - {"evaluate"}
     made |= {f"evaluate {when}" for when in ("before", "after") if getattr(run, when) is not None}
     made |= set() if run.missing else {"render_report"}
-    # Checkpoints of a training and parts of an export have receipts before all of it is there.
+    # Single checkpoints of a training and parts of an export have receipts before the whole is finished.
     made -= {"train"} if "the end of training" in run.missing else set()
     made -= {"export_hf"} if "the export" in run.missing else set()
     for when, (use, _) in OTHER_QUANTISED.items():
@@ -112,7 +112,7 @@ def rule_states(run: RunData, rules: Sequence[RuleNode]) -> dict[str, RuleState]
 
 
 def _is_of(job: str, rule: RuleNode) -> bool:
-    """Tell which of several things a job made: evaluations end in before and after, others have a folder's name."""
+    """Return whether a job made this artefact: an evaluation's job ends in before or after, others in the folder."""
     when = rule.name.partition(" ")[2]
     if rule.rule == "evaluate":
         return job.endswith(when)
@@ -130,7 +130,7 @@ def pair_samples(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[st
 
 
 def describe_attempt(row: Mapping[str, Any]) -> dict[str, str]:
-    """Return one row of `attempts.jsonl` as text: number, start, length, how it ended, and the rest."""
+    """Return one row of `attempts.jsonl` as text: number, start, duration, outcome and remaining fields."""
     started, ended = row["started_unix"], row["ended_unix"]
     known = {
         "attempt": str(row["attempt"]),
@@ -143,9 +143,9 @@ def describe_attempt(row: Mapping[str, Any]) -> dict[str, str]:
 
 
 def common_frame(prompts: Sequence[str]) -> tuple[str, str]:
-    """Return what all prompts begin with and end with: the chat template, which is worth showing once only.
+    """Return the common beginning and end of all prompts, which is the chat template; the page shows it only once.
 
-    Both are cut at a space or at the end of a tag, so that no word or number is torn.
+    Both end at a space or at the end of a tag, so that no word or number is split.
 
     Example:
         ["<user>sort 31 now", "<user>sort 35 now"] -> ("<user>sort ", " now").

@@ -1,9 +1,9 @@
 """Charts as inline SVG: lines over steps, stacked bars over steps. No script is needed to see them.
 
-Colours are classes (`c1` .. `c7`) that the page's style sheet gives a light and a dark value, so a chart
-follows the reader's scheme and a printer's. The values ride along as JSON, from which the page's script reads
-the numbers under the pointer. Long runs are drawn as means over equal stretches of steps: at most
-`MAX_POINTS` points per line. Text stands outside of the plot, where no curve runs; `Markup` escapes it.
+Colours are classes (`c1` .. `c7`) with a light and a dark value in the page's style sheet, so a chart follows the
+reader's colour scheme and prints well. Each chart embeds its values as JSON, from which the page's script shows the
+numbers under the pointer. Long runs are drawn as means over equal ranges of steps, with at most `MAX_POINTS` points
+per line. Text is placed outside the plot area; `Markup` escapes it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from posttrain.readable import decade_ticks, format_tick, nice_ticks
 
 WIDTH, WIDE_WIDTH, HEIGHT = 420.0, 868.0, 216.0
 LEFT, RIGHT, TOP, BOTTOM = 54.0, 16.0, 26.0, 38.0
-# Of the labels beside reference lines. On a narrow screen wide charts shrink, and their text does not.
+# Width of the labels of reference lines. On a narrow screen wide charts shrink, but their text does not.
 LETTER_WIDTH, WIDE_LETTER_WIDTH, LINE_HEIGHT = 6.8, 9.0, 18.0
-# About a point per pixel of the narrow plot, and three pixels for a bar.
+# About one point per pixel of the narrow plot, and three pixels per bar.
 MAX_POINTS = 400
 MAX_BARS = 110
 
@@ -35,8 +35,8 @@ class Series:
         steps: x values, rising.
         values: y values, one each.
         color: 1 .. 7.
-        smooth: Draw the values faintly and their running mean over them.
-        is_dashed: Tell it from its neighbour without colour.
+        smooth: Draw the values faintly, with their running mean on top.
+        is_dashed: Dash the line, to distinguish it without colour.
     """
 
     label: str
@@ -49,20 +49,20 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """What one chart shows.
+    """The content of one chart.
 
     Args:
         title: Its heading.
-        note: What the numbers mean.
+        note: The meaning of the numbers.
         unit: Label of the y axis.
         series: Lines from back to front, or layers from the bottom to the top.
-        references: Horizontal lines: value and label, which stands to the right of the plot.
+        references: Horizontal lines, each a value with a label to the right of the plot.
         low: Lower end of the y axis; None: the data's.
         high: Upper end of the y axis; None: the data's.
         is_log: Logarithmic y axis; values of 0 are drawn at its lower end.
         is_stacked: Bars of layers instead of lines.
-        is_wide: Two columns of the page.
-        x_label: What the x axis counts.
+        is_wide: The chart spans two columns of the page.
+        x_label: Label of the x axis.
         is_log_x: Logarithmic x axis with a label at each x of the longest line; x is positive.
     """
 
@@ -81,12 +81,12 @@ class Chart:
 
     @property
     def steps_per_point(self) -> int:
-        """How many steps each point stands for."""
+        """Number of steps per point."""
         return max(math.ceil(len(line.steps) / self._max_points) for line in self.series)
 
     @property
     def is_flat(self) -> bool:
-        """No line changes: a few words say as much."""
+        """Whether no line changes; then text replaces the chart."""
         return all(len(set(line.values)) == 1 for line in self.series)
 
     def svg(self) -> Markup:
@@ -129,7 +129,7 @@ class _Axes:
                 *(value for value, _ in chart.references),
             ]
         width = WIDE_WIDTH if chart.is_wide else WIDTH
-        # A bar is as wide as the distance of two steps, so the outer ones reach half of it beyond their
+        # A bar is as wide as the distance of two steps, so the outer bars extend half of it beyond their
         # steps.
         margin = (max(steps) - min(steps)) / (2 * max(1, len(series[0].steps) - 1)) if chart.is_stacked else 0.0
         labels = max((len(label) for _, label in chart.references), default=0)
@@ -161,14 +161,14 @@ def _ticks(chart: Chart, values: Sequence[float]) -> list[float]:
         return decade_ticks(low, high if high > low else low * 10)
     low = min(values) if chart.low is None else chart.low
     high = max(values) if chart.high is None else chart.high
-    # Ticks have six digits: a span below that would label them all alike.
+    # Ticks have six digits; in a smaller span all labels would be equal.
     if high - low < 2e-5 * max(abs(high), abs(low)) or high <= low:
         high = low + (abs(low) * 0.1 or 1.0)
     return nice_ticks(low, high)
 
 
 def _downsample(line: Series, max_points: int) -> Series:
-    """Replace stretches of steps by their means."""
+    """Replace ranges of steps by their means."""
     every = math.ceil(len(line.steps) / max_points)
     if every == 1:
         return line
@@ -233,7 +233,7 @@ def _references(axes: _Axes, references: Sequence[tuple[float, str]]) -> Markup:
 
 
 def spread(wanted: Sequence[float], gap: float, highest: float) -> list[float]:
-    """Return heights at least `gap` apart and as near to the wanted ones as going downwards from the top gives.
+    """Return heights that are at least `gap` apart, assigned from the top and close to the wanted heights.
 
     Example:
         ([10, 12, 90], 18, 100) -> [10, 28, 90]; ([95, 99], 18, 100) -> [82, 100].
@@ -266,7 +266,7 @@ def _level(css_class: str, axes: _Axes, y: float) -> Markup:
 
 
 def svg_text(css_class: str, x: float, y: float, content: str, anchor: str = "start") -> Markup:
-    """Return a text of a drawing, escaped."""
+    """Return an SVG text element; the text is escaped."""
     text = Markup('<text class="{}" x="{:.1f}" y="{:.1f}" text-anchor="{}">{}</text>')
     return text.format(css_class, x, y, anchor, content)
 
@@ -281,7 +281,7 @@ def _step_ticks(axes: _Axes) -> list[float]:
 
 
 def _values_json(axes: _Axes, series: Sequence[Series], x_label: str) -> str:
-    """Return what the page's script needs to show the numbers under the pointer."""
+    """Return the JSON from which the page's script shows the numbers under the pointer."""
     content = {
         "box": [LEFT, TOP, axes.right, HEIGHT - BOTTOM],
         "range": [axes.first_step, axes.last_step],

@@ -1,8 +1,8 @@
 """The graph of rules as an inline SVG in its natural size, from left to right, with the duration of each rule.
 
 The longest chain is the first row; every other rule is in the column before the first rule that reads its output. A
-line to the next column turns in the gap between the two. A longer line runs in a lane below all boxes; each rule that
-such lines lead to has a lane of its own.
+line to the next column bends in the gap between the two. A longer line runs in a lane below all boxes, with one lane
+per destination rule.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ MAX_LETTERS = 10
 
 @dataclass(frozen=True)
 class RuleState:
-    """What is known about a rule of the chain.
+    """The state of a rule of the chain.
 
     Args:
         state: "done", "not run", or "planned".
-        seconds: What it took (or should take); None when unknown.
+        seconds: Its duration, measured or planned; None if unknown.
     """
 
     state: str
@@ -42,7 +42,7 @@ def draw_chain(rules: Sequence[RuleNode], states: Mapping[str, RuleState]) -> Ma
 
     Args:
         rules: In the order of the data.
-        states: Rule name -> what is known.
+        states: Rule name -> its state.
     """
     inputs = _direct_inputs(rules)
     cells = _cells(inputs)
@@ -66,7 +66,7 @@ def draw_chain(rules: Sequence[RuleNode], states: Mapping[str, RuleState]) -> Ma
 
 
 def _direct_inputs(rules: Sequence[RuleNode]) -> dict[str, list[str]]:
-    """Return rule -> the rules it waits for, without those that another of them waits for already."""
+    """Return rule -> the rules it waits for, without those that it also waits for indirectly."""
     named = {rule.name: [name for name in rule.after if name in {other.name for other in rules}] for rule in rules}
     before: dict[str, set[str]] = {}
     for rule in rules:

@@ -1,4 +1,4 @@
-"""What the report is made from: everything a run left on disk, read and checked once."""
+"""Reads and checks everything that a run wrote to disk, once, for the report."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ SHOWN_PACKAGES = (
     "snakemake",
     "wandb",
 )
-# Snakemake looks at a job's memory every half second: of a shorter job it has seen the start of Python, or nothing.
+# Snakemake samples a job's memory every half second, so a shorter job has no useful sample.
 SAMPLED_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class ReportInputs:
-    """Where the report's inputs lie.
+    """Paths of the report's inputs.
 
     Args:
         config: `config.resolved.yaml`.
@@ -60,14 +60,14 @@ class ReportInputs:
 
 @dataclass(frozen=True)
 class RuleTime:
-    """One job of a rule, as Snakemake's benchmark file or the receipt's history tells.
+    """One job of a rule, from Snakemake's benchmark file or the history in a receipt.
 
     Args:
         rule: The rule.
         job: Name of the job: run or model, part, node.
         seconds: Wall time of the attempt that finished it.
-        finished_unix: When it ended.
-        max_rss_mb: Largest resident memory that was sampled; None when unknown, or too seldom.
+        finished_unix: Time of its end.
+        max_rss_mb: Largest sampled resident memory; None if unknown or sampled too rarely.
     """
 
     rule: str
@@ -79,7 +79,7 @@ class RuleTime:
 
 @dataclass(frozen=True)
 class RunData:
-    """Everything about one run; what only a finished one has is None before, and `missing` names it."""
+    """All data of one run; data that only a finished run has is None before, and is named in `missing`."""
 
     config: schema.Config
     origins: Mapping[str, str]
@@ -105,12 +105,12 @@ class RunData:
 
     @property
     def num_steps(self) -> int:
-        """Finished steps of training, each with its row."""
+        """Number of finished training steps."""
         return len(self.rows)
 
     @property
     def has_partial_credit(self) -> bool:
-        """Whether held-out rewards say more than the pass rate."""
+        """Whether held-out rewards differ from the pass rate."""
         return any(result is not None and result.get("has_partial_credit") for result in (self.before, self.after))
 
     def column(self, name: str) -> tuple[list[float], list[float]]:
@@ -127,7 +127,7 @@ def read_run(inputs: ReportInputs) -> RunData:
     """Read a finished run.
 
     Raises:
-        CheckpointError: When a file is missing or damaged, or the metrics do not cover each step once.
+        CheckpointError: A file is missing or damaged, or the metrics do not contain each step exactly once.
     """
     config = load_resolved(inputs.config)
     origins = read_origins(inputs.config.read_text(encoding="utf-8"))
@@ -135,15 +135,15 @@ def read_run(inputs: ReportInputs) -> RunData:
 
 
 def read_run_so_far(paths: Paths, logs: Path, running_since: float | None) -> RunData:
-    """Read what there is of a run before, during or after its training; what is not there yet is named as missing.
+    """Read a run before, during or after its training; `missing` names what does not exist yet.
 
     Args:
-        paths: Of the run. What it was resolved from stands in where the run has not written its configuration yet.
+        paths: Paths of the run. If the run has not written its configuration yet, the resolved one is used.
         logs: Folder with one folder per rule.
-        running_since: When the process that trains took the run; None where nobody trains.
+        running_since: Start of the process that trains the run; None if none does.
 
     Raises:
-        CheckpointError: When a file is damaged.
+        CheckpointError: A file is damaged.
     """
     config, export = paths.config, receipt_of(paths.hf_export)
     before, after = (paths.evaluation(when) for when in ("before", "after"))
@@ -167,13 +167,13 @@ def read_run_so_far(paths: Paths, logs: Path, running_since: float | None) -> Ru
 
 def _read(inputs: ReportInputs, resolved: Resolved, missing: Sequence[str] = ()) -> RunData:
     paths, train = Paths(resolved), inputs.run_folder / "train"
-    # In this order: training may end while we read.
+    # Keep this order, because training may end while we read.
     is_done = (train / "done.json").exists() or not missing
     rows = read_rows(train / "metrics.jsonl")
     if is_done:
         _check_complete(train / "metrics.jsonl", rows, read_receipt(train / "done.json").settings["num_steps"])
     evaluations = [_read_evaluation(path, missing) for path in (inputs.before, inputs.after)]
-    # Not what an earlier report was.
+    # Leave out the artefact of an earlier report.
     artefacts = [found for found in find_artefacts(paths) if found.receipt_path != receipt_of(paths.report)]
     return RunData(
         config=resolved.config,
@@ -192,7 +192,7 @@ def _read(inputs: ReportInputs, resolved: Resolved, missing: Sequence[str] = ())
         versions=package_versions(),
         missing=missing,
         between=_read_between(train / "evaluations"),
-        # Runs of older versions have none.
+        # Runs of older versions have no such file.
         data_check=read_json(paths.data_check) if paths.data_check.exists() else None,
         export_check=read_json(paths.export_check) if receipt_of(paths.export_check).exists() else None,
         lm_eval={when: read_json(path) for when, path in _lm_eval_results(paths).items()},
@@ -205,13 +205,13 @@ def _read_evaluation(path: Path, missing: Sequence[str]) -> dict[str, Any] | Non
 
 
 def _read_between(folder: Path) -> list[tuple[int, Mapping[str, Mapping[str, Any]]]]:
-    """Return (finished steps, exam -> result) of what was measured while training went on."""
+    """Return (finished steps, suite -> result) of the evaluations between steps."""
     found = [_read_json(path, {"finished", "exams"}) for path in sorted(folder.glob("step_*.json"))]
     return [(int(one["finished"]), one["exams"]) for one in found]
 
 
 def _lm_eval_results(paths: Paths) -> dict[str, Path]:
-    """Return what lm-eval found, where it was asked and its receipt vouches for it."""
+    """Return lm-eval's results, if it ran and its receipt matches them."""
     found = {when: paths.lm_eval(when) for when in ("before", "after")}
     return {when: path for when, path in found.items() if receipt_of(path).exists()}
 
@@ -261,7 +261,7 @@ def flat_config(config: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def rule_times(logs: Path, paths: Paths, artefacts: Sequence[Artifact]) -> list[RuleTime]:
-    """Return what each job took: from Snakemake's benchmark files, else from a receipt's history."""
+    """Return the duration of each job from Snakemake's benchmark files, or else from the history in a receipt."""
     times = [_read_benchmark(path) for path in sorted(logs.glob("*/*.benchmark.tsv")) if _belongs_to(path, paths)]
     measured = {time.rule for time in times}
     for artefact in artefacts:
@@ -271,18 +271,18 @@ def rule_times(logs: Path, paths: Paths, artefacts: Sequence[Artifact]) -> list[
 
 
 def git_commit(folder: Path) -> str:
-    """Return the commit of the checkout around `folder`, marked when files differ; "" outside of one."""
+    """Return the commit of the checkout that contains `folder`, marked if files differ; "" outside a checkout."""
     try:
         commit = _git(folder, "rev-parse", "HEAD")
         changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
     except (OSError, subprocess.SubprocessError):
-        # No git, or no checkout: an installed package has no commit, and its version is shown.
+        # No git, or no checkout: an installed package has a version instead of a commit.
         return ""
     return f"{commit} (with local changes)" if changed else commit
 
 
 def package_versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that decide results."""
+    """Return the versions of Python and of the packages that affect results."""
     versions = {"posttrain": __version__, "python": sys.version.split()[0]}
     for name in SHOWN_PACKAGES:
         try:
@@ -358,7 +358,7 @@ def _read_json(path: Path, required: set[str]) -> dict[str, Any]:
 
 
 def _read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a log that is appended to; a last line cut short by a kill is left out."""
+    """Return the rows of an append-only log, without a last line that a kill truncated."""
     if not path.exists():
         return []
     try:

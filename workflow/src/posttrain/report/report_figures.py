@@ -1,4 +1,4 @@
-"""Which charts the report shows, and what each says. A chart whose metrics were not recorded is left out."""
+"""The charts of the report. A chart whose metrics were not recorded is left out."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Line:
 
 
 def learning_charts(run: RunData) -> list[Chart]:
-    """Reward, pass rate, and what the groups teach."""
+    """Reward, pass rate, and the share of groups with a learning signal."""
     identical = Line("rollout/reward_std_zero_fraction", "all rewards equal", 6, smooth=True)
     return _present(
         _reward_chart(run),
@@ -49,7 +49,7 @@ def learning_charts(run: RunData) -> list[Chart]:
 
 
 def batch_charts(run: RunData) -> list[Chart]:
-    """What was sampled and how well it packs."""
+    """Lengths of the samples, and how well they pack."""
     longest = Line("rollout/response_tokens_max", "longest", 7, is_dashed=True)
     mean = Line("rollout/response_tokens_mean", "mean", 1)
     cut = f"Mean and longest response of each step; cut at {run.config.rollout.max_response_tokens:,} tokens."
@@ -63,14 +63,14 @@ def batch_charts(run: RunData) -> list[Chart]:
 
 
 def optimization_charts(run: RunData) -> list[Chart]:
-    """What the updates did."""
+    """Loss, gradient norm and clipping of the updates."""
     loss = Line("train/loss", "loss", 1, smooth=True)
     clipped = Line("train/clip_fraction", "clipped", 4, smooth=True)
     drift = Line("train/approx_kl", "approximate KL", 3, smooth=True)
     entropy = Line("train/entropy", "entropy", 1, smooth=True)
     ratio = Line("train/importance_ratio_mean", "mean ratio", 6)
     first = Line("train/first_update_ratio_max_abs_deviation", "largest deviation", 5)
-    # A constant rate stands in the configuration; only a schedule is worth a picture.
+    # A constant rate is in the configuration; only a schedule needs a chart.
     rate = [Line("train/lr", "learning rate", 7)] if len(set(run.values("train/lr"))) > 1 else []
     return _present(
         _chart(run, "Loss", "loss", [loss]),
@@ -94,7 +94,7 @@ def mismatch_charts(run: RunData) -> list[Chart]:
         "Mean |difference| of log-probabilities per token: on the weights served (dequantised), and against "
         "the trainer's own weights, which shows what quantisation adds. Dotted: what is expected at most."
     )
-    # The first is for the trainer's own weights; both may be the same.
+    # The first limit is for the trainer's own weights; both may be equal.
     limits = [(limit, f"limit {format_tick(limit)}") for limit in dict.fromkeys(mismatch_limits(run.config))]
     sample_size = Line("mismatch/effective_sample_size", "effective sample size", 6)
     return _present(
@@ -105,7 +105,7 @@ def mismatch_charts(run: RunData) -> list[Chart]:
 
 
 def time_charts(run: RunData) -> list[Chart]:
-    """Where the seconds of a step go."""
+    """The time of a step by phase."""
     speed = Line("perf/tokens_per_second", "tokens per second", 3, smooth=True)
     responses = Line("perf/response_tokens_per_second", "of responses alone", 2, smooth=True)
     note = "Tokens trained on, prompts and responses, per second of the whole step; and those of responses alone."
@@ -113,7 +113,7 @@ def time_charts(run: RunData) -> list[Chart]:
 
 
 def in_words(chart: Chart) -> str:
-    """Return what a chart without any change would show.
+    """Return the text that replaces a chart without any change.
 
     Example:
         Response length with lines "longest" and "mean" -> "Response length: longest 5, mean 5".
@@ -167,7 +167,7 @@ def _family_chart(run: RunData, title: str, unit: str, prefix: str, suffix: str 
 
 def _grad_norm_chart(run: RunData) -> Chart | None:
     clip = run.config.optimizer.clip_grad
-    # A limit far above all norms would press the curve to the ground.
+    # A limit far above all norms would flatten the curve.
     is_near = any(value > 0.4 * clip for value in run.values("train/grad_norm"))
     limit = [(clip, "clipped")] if is_near else []
     line = Line("train/grad_norm", "gradient norm", 2, smooth=True)
@@ -178,7 +178,7 @@ def _phase_chart(run: RunData) -> Chart | None:
     rows = [row for row in run.rows if "perf/step_seconds" in row]
     if not rows:
         return None
-    # A phase that a step did not have (a mismatch check every 20 steps) took no time in it.
+    # A phase that a step did not have (such as a mismatch check every 20 steps) took no time.
     phases = {metric: [row.get(metric, 0.0) for row in rows] for metric in PHASES}
     steps, totals = run.column("perf/step_seconds")
     named = [sum(values) for values in zip(*phases.values(), strict=True)]
@@ -205,9 +205,9 @@ def _chart(
     is_log: bool = False,
     is_wide: bool = False,
 ) -> Chart | None:
-    """Return a chart of the lines that were recorded; None when there is none.
+    """Return a chart of the recorded lines, or None if none was recorded.
 
-    Without a note, the definition of the first line's metric is the note.
+    The note defaults to the definition of the first line's metric.
     """
     recorded = [(line, *run.column(line.metric)) for line in lines]
     series = [

@@ -1,4 +1,4 @@
-"""Pages from templates: one self-contained HTML file, style and script included, nothing fetched."""
+"""Renders templates to self-contained HTML files, with style and script, that fetch nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from markupsafe import Markup, escape
 from posttrain import readable
 from posttrain.errors import printable
 
-# What a reader would not see: control characters, but for tab and newline, and those that turn the direction of text.
+# Invisible characters: control characters except tab and newline, and those that change the direction of text.
 CONTROLS = {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\t\n"} | {
     code: f"\u27e8U+{code:04X}\u27e9"
     for code in (*range(0x7F, 0xA0), 0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
@@ -20,11 +20,11 @@ CONTROLS = {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in
 
 
 def render_page(template: str, **content: Any) -> str:
-    """Return a page; control characters in it are named.
+    """Return a page; control characters in it are escaped.
 
     Args:
         template: File below `templates/`.
-        content: Names that the template uses; one that is missing is an error.
+        content: Variables of the template; a missing one is an error.
     """
     return printable(_environment().get_template(template).render(**content))
 
@@ -52,7 +52,7 @@ def _environment() -> jinja2.Environment:
 
 
 def _with_code(text: str) -> Markup:
-    """Return text as HTML, with `code` in backticks set as code."""
+    """Return text as HTML; text in backticks becomes `<code>`."""
     return Markup(re.sub("`([^`]+)`", r'<span class="mono">\1</span>', str(escape(text))))
 
 

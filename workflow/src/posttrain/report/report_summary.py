@@ -1,4 +1,4 @@
-"""`summary.json`: the run in a dozen numbers, with names that do not change."""
+"""`summary.json`: a dozen numbers of the run, under stable names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from posttrain.report.report_data import RuleTime, RunData
 
 
 def summarize(run: RunData) -> dict[str, Any]:
-    """Return the content of `summary.json`; what was not measured is null."""
+    """Return the content of `summary.json`; values that were not measured are null."""
     steps = run.values("perf/step_seconds")
     rates = {name: _per_second(run.values(f"train/num_{name}"), steps) for name in ("tokens", "response_tokens")}
     seconds_by_rule = sum_by_rule(run.times)
@@ -45,7 +45,7 @@ def summarize(run: RunData) -> dict[str, Any]:
 def _heldout_rewards(run: RunData) -> dict[str, Any]:
     """Return mean reward and mean score of each grader on held-out prompts.
 
-    Null where all rewards are 0 or 1: the pass rate says the same.
+    Null if all rewards are 0 or 1, because the mean is then the pass rate.
     """
     results = {"before": run.before or {}, "after": run.after or {}}
     return {
@@ -56,13 +56,13 @@ def _heldout_rewards(run: RunData) -> dict[str, Any]:
 
 
 def _gpu_jobs(run: RunData) -> list[tuple[str, float]]:
-    """Return rule and seconds of each job; training holds its GPUs in every attempt, not only in the last one."""
+    """Return rule and seconds of each job; training occupies its GPUs in every attempt, not only in the last one."""
     attempts = [("train", row["ended_unix"] - row["started_unix"]) for row in run.attempts]
     return [*attempts, *((time.rule, time.seconds) for time in run.times if time.rule != "train")]
 
 
 def sum_by_rule(times: Sequence[RuleTime]) -> dict[str, float]:
-    """Return rule -> seconds of all its jobs together, in the order in which the rules first ended."""
+    """Return rule -> total seconds of its jobs, ordered by the time at which a rule's first job ended."""
     seconds: dict[str, float] = {}
     for time in sorted(times, key=lambda time: time.finished_unix):
         seconds[time.rule] = round(seconds.get(time.rule, 0.0) + time.seconds, 3)
@@ -70,10 +70,10 @@ def sum_by_rule(times: Sequence[RuleTime]) -> dict[str, float]:
 
 
 def busy_seconds(times: Sequence[RuleTime]) -> float:
-    """Return the seconds in which at least one job ran; side by side counts once, pauses do not count.
+    """Return the seconds in which at least one job ran; concurrent jobs count once, pauses do not count.
 
     Example:
-        Jobs over [0, 10], [5, 12] and [100, 101] make 13 seconds.
+        Jobs over [0, 10], [5, 12] and [100, 101]: 13 seconds.
     """
     total, covered_until = 0.0, -math.inf
     for start, end in sorted((time.finished_unix - time.seconds, time.finished_unix) for time in times):
@@ -109,7 +109,7 @@ def print_summary(summary: dict[str, Any]) -> None:
 
 
 def rewards_in_words(summary: Mapping[str, Any], when: str) -> dict[str, str]:
-    """Return the held-out mean reward and its parts as text; none where the pass rate says the same."""
+    """Return the held-out mean reward and its parts as text; nothing if the mean is the pass rate."""
     means = {"mean reward": summary[f"reward_mean_{when}"], **(summary[f"scores_{when}"] or {})}
     return {name: f"{mean:.3f}" for name, mean in means.items() if mean is not None}
 

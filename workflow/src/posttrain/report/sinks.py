@@ -1,9 +1,8 @@
-"""Where the metrics of each step go: always `metrics.jsonl`, and a W&B run when it is switched on.
+"""Writes the metrics of each step to `metrics.jsonl`, and to a W&B run if it is enabled.
 
-`metrics.jsonl` holds one JSON object per step, on disk (fsync) before `log` returns. It is the record that
-the report reads and that resuming continues: rows of steps that will be done again are cut off first, so no
-step stands twice. Order matters: log a step, then commit its checkpoint. So the state that a run resumes from
-always has its row.
+`metrics.jsonl` contains one JSON object per step, on disk (fsync) before `log` returns. The report reads it, and a
+resumed run continues it: rows of steps that will be repeated are removed first, so no step appears twice. A step is
+logged before its checkpoint is committed, so the state that a run resumes from always has its row.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ class MetricSinks:
     """Writes the metrics of a run, step by step.
 
     Args:
-        folder: The training run's folder; holds `metrics.jsonl` and, below `wandb/`, the W&B run.
+        folder: The training run's folder, with `metrics.jsonl` and, below `wandb/`, the W&B run.
         run_name: Name of the run.
         settings: Whether and how W&B is written.
-        last_step: The step that the state we resume from has finished; rows of later steps are cut off. None
-            cuts off all: a fresh start.
-        config: Shown beside the curves in W&B (`Resolved.experiment`, for example). Put no secret into it.
+        last_step: The last finished step of the state to resume from; rows of later steps are removed. None
+            removes all rows, for a fresh start.
+        config: The configuration shown in W&B (for example `Resolved.experiment`). It must contain no secret.
 
     Raises:
-        CheckpointError: When an earlier row is damaged, or the row of `last_step` is missing.
+        CheckpointError: An earlier row is damaged, or the row of `last_step` is missing.
     """
 
     def __init__(
@@ -63,15 +62,15 @@ class MetricSinks:
         self.close()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Write the metrics of one step; they are on disk when this returns.
+        """Write the metrics of one step; they are on disk when this method returns.
 
         Args:
-            step: Larger than the step before.
-            values: Metric name -> number. What was not measured in this step is left out.
+            step: Greater than the previous step.
+            values: Metric name -> number, without metrics that were not measured in this step.
 
         Raises:
-            ValueError: When a name is unknown or a value is not finite; nothing is written then.
-            RuntimeError: When W&B could not be started or written.
+            ValueError: A name is unknown or a value is not finite; nothing is written.
+            RuntimeError: W&B could not be started or written.
         """
         check_metrics(values)
         assert self._last_step is None or step > self._last_step, f"step {step} after step {self._last_step}"
@@ -89,15 +88,15 @@ class MetricSinks:
 
 
 def read_rows(path: Path) -> list[dict[str, float]]:
-    """Return the rows of a `metrics.jsonl`; a last line that a kill cut short is left out.
+    """Return the rows of a `metrics.jsonl`, without a last line that a kill truncated.
 
     Raises:
-        CheckpointError: When another line is damaged, or the steps do not rise.
+        CheckpointError: Another line is damaged, or the steps do not increase.
     """
     if not path.exists():
         return []
     lines = path.read_bytes().split(b"\n")
-    # A row counts once its newline is on disk, so what follows the last newline is a torn write (or nothing).
+    # A row is complete once its newline is on disk, so anything after the last newline is a torn write.
     rows = [_parse(path, number, line) for number, line in enumerate(lines[:-1], start=1)]
     steps = [row["step"] for row in rows]
     if any(later <= earlier for earlier, later in pairwise(steps)):
@@ -106,10 +105,10 @@ def read_rows(path: Path) -> list[dict[str, float]]:
 
 
 def cut_off_rows(path: Path, last_step: int | None) -> list[dict[str, float]]:
-    """Remove the rows of all steps after `last_step`, at once or not at all, and return what stays.
+    """Atomically remove the rows of all steps after `last_step`, and return the remaining rows.
 
     Raises:
-        CheckpointError: When a row that should stay is damaged, or there is no row for `last_step`.
+        CheckpointError: A remaining row is damaged, or there is no row for `last_step`.
     """
     rows = read_rows(path)
     kept = [row for row in rows if last_step is not None and row["step"] <= last_step]

@@ -1,17 +1,15 @@
-"""The metrics as a W&B run, written by a thread of its own.
+"""Writes the metrics as a W&B run, in a separate thread.
 
 Importing wandb and starting its service takes one to two seconds, so a thread does both while the first step
 computes.
 
-Offline (the default) nothing leaves the machine: the run lies in `wandb/offline-run-*` below the run's
-folder, and `wandb sync` uploads it later. An offline run cannot be continued, and steps that are done again
-after a kill would stand in it twice; so each attempt writes the run anew from `metrics.jsonl` and removes
-what the attempt before left. One run, one folder, each step once. Online, the run of the same id is
-continued, and the server leaves out steps it has.
+Offline (the default) nothing leaves the machine: the run is in `wandb/offline-run-*` below the run's folder, and
+`wandb sync` uploads it later. An offline run cannot be continued, and steps that are repeated after a kill would
+appear in it twice. So each attempt removes the previous attempt's W&B run and writes it again from `metrics.jsonl`.
+Online, the run with the same id is continued, and the server ignores steps that it already has.
 
-Neither the command line, the machine, the console, the code nor the environment is recorded: a secret could
-be in them. The API key is read by the library itself, from WANDB_API_KEY or where `wandb login` has put it, and only
-online.
+The command line, machine, console, code and environment are not recorded, because they could contain secrets. The
+library itself reads the API key, only online, from WANDB_API_KEY or from the file that `wandb login` writes.
 """
 
 from __future__ import annotations
@@ -30,9 +28,9 @@ from posttrain.config.schema import Logging
 from posttrain.report.wandb_login import login_of_wandb
 from posttrain.store import write_text
 
-# What is not sent by then lies on disk, and `wandb sync` sends it: a run's end does not wait for a service.
+# The end of a run does not wait longer for the service: `wandb sync` sends the rest from disk.
 FINISH_TIMEOUT_SECONDS = 60.0
-# No question, no phoning, and nothing of the environment in the run.
+# No prompts, no telemetry, and nothing of the environment in the run.
 PRIVATE_SETTINGS: Mapping[str, Any] = {
     "silent": True,
     "console": "off",
@@ -54,8 +52,8 @@ class WandbWriter:
         folder: The training run's folder.
         run_name: Name of the run.
         settings: Mode, project, entity, group and tags.
-        rows: Rows of the steps done so far, to stand in an offline run from the start.
-        config: Shown beside the curves.
+        rows: Rows of the finished steps, with which an offline run begins.
+        config: The configuration shown in W&B.
     """
 
     def __init__(
@@ -75,12 +73,12 @@ class WandbWriter:
         self._error: Exception | None = None
         for row in rows if settings.wandb_mode == "offline" else ():
             self._rows.put(row)
-        # A daemon: a trainer that ends by an error must not wait for W&B.
+        # A daemon thread: a trainer that fails must not wait for W&B.
         self._thread = threading.Thread(target=self._write, name="wandb", daemon=True)
         self._thread.start()
 
     def log(self, row: Mapping[str, float]) -> None:
-        """Hand over one row.
+        """Queue one row.
 
         Raises:
             RuntimeError: When the thread has failed.
@@ -89,10 +87,10 @@ class WandbWriter:
         self._rows.put(row)
 
     def close(self) -> None:
-        """Write what is queued and finish the run.
+        """Write the queued rows and finish the run.
 
         Raises:
-            RuntimeError: When the thread has failed, or does not end in time.
+            RuntimeError: The thread has failed, or does not end in time.
         """
         self._rows.put(None)
         self._thread.join(FINISH_TIMEOUT_SECONDS)
@@ -108,7 +106,7 @@ class WandbWriter:
             raise RuntimeError(f"W&B failed: {self._error}; {remedy}") from self._error
 
     def _write(self) -> None:
-        # Read at import: without it the library reports its own errors to its makers.
+        # Read at import; otherwise the library reports its own errors to its authors.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         try:
             import wandb
@@ -117,9 +115,9 @@ class WandbWriter:
             while (row := self._rows.get()) is not None:
                 run.log({name: value for name, value in row.items() if name != "step"}, step=int(row["step"]))
             run.finish()
-            # The file is complete only when the library's own process has ended.
+            # The file is complete only after the library's own process has ended.
             wandb.teardown()
-        # Whatever ends this thread must reach the trainer, which raises it at the next step.
+        # Keep any error for the trainer, which raises it at the next step.
         except Exception as error:
             self._error = error
 
@@ -143,7 +141,7 @@ class WandbWriter:
 
 
 def stored_run_id(folder: Path, run_name: str) -> str:
-    """Return the run's W&B id: made from its name once, then read from the run's folder."""
+    """Return the run's W&B id: derived from its name once, then read from the run's folder."""
     path = folder / "wandb_run_id.txt"
     if not path.exists():
         write_text(path, digest8(run_name) + "\n")
@@ -151,6 +149,6 @@ def stored_run_id(folder: Path, run_name: str) -> str:
 
 
 def _remove_offline_runs(folder: Path, run_id: str) -> None:
-    """Remove what earlier attempts wrote under this id; their steps are written again from metrics.jsonl."""
+    """Remove the offline runs of earlier attempts; their steps are written again from metrics.jsonl."""
     for earlier in (folder / "wandb").glob(f"offline-run-*-{run_id}"):
         shutil.rmtree(earlier)

@@ -1,4 +1,4 @@
-"""What a run was measured on, and when: a row for each suite, and for held-out prompts where there are several."""
+"""The measurements of a run by suite, held-out prompts included."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class SuiteRow:
     """All measurements of one suite.
 
     Args:
-        name: Of the suite.
-        measured: In the order of the weights.
+        name: Name of the suite.
+        measured: Measurements in the order of training.
     """
 
     name: str
@@ -38,20 +38,20 @@ class SuiteRow:
 
     @property
     def change(self) -> tuple[float, float, float] | None:
-        """From the first to the last; see `rate_change`. None where it was measured once."""
+        """The change from the first to the last measurement (see `rate_change`); None if there is only one."""
         if len(self.measured) < 2:
             return None
         return rate_change(self.measured[0].result, self.measured[-1].result)
 
     @property
     def worse(self) -> list[str]:
-        """When its pass rate was below the one before training by more than chance."""
+        """Measurements whose pass rate was significantly below the one before training."""
         first, *others = self.measured
         return [one.when for one in others if rate_change(first.result, one.result)[2] < 0]
 
 
 def suite_rows(run: RunData) -> list[SuiteRow]:
-    """Return a row for each suite that was measured, the held-out prompts first; none where there are only these."""
+    """Return a row for each measured suite, held-out prompts first; empty if only held-out prompts were measured."""
     moments = [("before", _exams(run.before)), *((f"after {n:,} steps", exams) for n, exams in run.between)]
     moments.append(("after", _exams(run.after)))
     names = dict.fromkeys(name for _, exams in moments for name in exams)

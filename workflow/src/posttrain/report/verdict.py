@@ -1,4 +1,4 @@
-"""What a reader must know first: whether a run learned, and what speaks against its numbers."""
+"""The verdict of a run: whether it learned, and findings that put its numbers in doubt."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ from posttrain.report.suite_results import suite_rows
 
 # From the worst to the best, with the terminal's colour.
 LEVELS = {"bad": "bold red", "warning": "yellow", "unknown": "bold", "good": "green"}
-# On the weights that an engine has been given.
+# Mismatch metrics of the weights that the engines received.
 SERVED = "mismatch/abs_diff_mean"
-# Where those are right, so few steps may be so many times their limit apart by rounding; other weights are at seven.
+# With the right weights, rounding may exceed the limit in this share of steps, by at most this factor; wrong weights
+# exceed it sevenfold.
 RARE, ROUNDED_AT_MOST = 0.05, 2
-# With so large a share of groups whose rewards are equal, nearly all sampling is for nothing.
+# If the share of groups with equal rewards is this large, nearly all sampling is wasted.
 LITTLE_TO_LEARN = 0.9
-# Steps at the begin and at the end whose mean reward is told while there is no evaluation.
+# Number of first and of last steps whose mean reward is shown if there is no evaluation.
 FEW_STEPS = 10
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing to know.
+    """One finding about a run.
 
     Args:
         level: A key of `LEVELS`.
-        title: In a few words.
-        detail: With numbers.
-        remedy: What to do; "" where nothing is to be done.
+        title: A few words.
+        detail: A sentence with numbers.
+        remedy: What the user can do; "" if nothing.
     """
 
     level: str
@@ -47,11 +48,11 @@ class Finding:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What stands on top of a page.
+    """The summary at the top of a page.
 
     Args:
-        headline: In one line.
-        findings: The worst first.
+        headline: One line.
+        findings: Findings, the worst first.
     """
 
     headline: str
@@ -59,16 +60,16 @@ class Verdict:
 
     @property
     def level(self) -> str:
-        """The worst of all findings; good where there is none."""
+        """The level of the worst finding; good if there is none."""
         return min((finding.level for finding in self.findings), key=[*LEVELS].index, default="good")
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as it stands in `summary.json`."""
+        """Return the verdict as in `summary.json`."""
         findings = [asdict(finding) for finding in self.findings]
         return {"level": self.level, "headline": self.headline, "findings": findings}
 
     def print(self) -> None:
-        """Print it on stdout."""
+        """Print the verdict on stdout."""
         console = Console(highlight=False, soft_wrap=True)
         console.print(self.headline, style=LEVELS[self.level], markup=False)
         for finding in self.findings:
@@ -78,10 +79,10 @@ class Verdict:
 
 
 def judge_run(run: RunData) -> Verdict:
-    """Return what is to be known of a run, finished or not."""
+    """Return the verdict of a run, finished or not."""
     rewards, learning = _rewards(run), _learning(run)
     if any(finding.level == "bad" for finding in rewards):
-        # That there is no change to be seen follows from it.
+        # No reward signal implies that nothing changed, so the finding of no change would only repeat it.
         learning = [finding for finding in learning if finding.level == "bad"]
     found = [*rewards, *_mismatch(run), *_left_out(run), *_unchecked(run), *learning, *_regressions(run)]
     findings = sorted(found, key=lambda finding: [*LEVELS].index(finding.level))
@@ -126,7 +127,7 @@ def _reward_in_words(before: Mapping[str, Any], after: Mapping[str, Any], reward
 
 
 def _scores_in_words(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Return the mean of each grader, where several make up the reward."""
+    """Return the mean score of each grader, if the reward has several."""
     old, new = before.get("scores", {}), after.get("scores", {})
     return [f"{name} " + _with_minus(f"{old[name]:.3f} → {new[name]:.3f}") for name in old if name in new]
 
@@ -144,7 +145,7 @@ def _unchecked(run: RunData) -> list[Finding]:
 
 
 def _regressions(run: RunData) -> list[Finding]:
-    """Return suites that the last weights pass less often; held-out prompts speak for themselves."""
+    """Return a finding if suites got significantly worse; `_learning` covers the held-out prompts."""
     findings = []
     for row in suite_rows(run):
         if row.name != HELD_OUT and row.measured[-1].when in row.worse:
@@ -164,7 +165,7 @@ def _so_far(name: str, values: Sequence[float]) -> str:
 
 
 def _rewards(run: RunData) -> list[Finding]:
-    """Return that groups teach nothing: their rewards are all equal, so every advantage is 0."""
+    """Return a finding if most groups have equal rewards, so that their advantages are 0."""
     shares, rewards = run.values("rollout/reward_std_zero_fraction"), run.values("rollout/reward_mean")
     mean = math.fsum(shares) / len(shares) if shares else 0.0
     if mean < LITTLE_TO_LEARN:

@@ -1,4 +1,4 @@
-"""Where the W&B library finds its API key: in the environment, or where `wandb login` has put it."""
+"""Finds where the W&B library gets its API key: the environment, or the file that `wandb login` writes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DEFAULT_URL = "https://api.wandb.ai"
 
 
 def login_of_wandb() -> str:
-    """Return where the key comes from, "WANDB_API_KEY" or the netrc file; empty where there is none. Never the key."""
+    """Return the source of the key, "WANDB_API_KEY" or the netrc file, or ""; never the key itself."""
     if os.environ.get("WANDB_API_KEY"):
         return "WANDB_API_KEY"
     path = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()

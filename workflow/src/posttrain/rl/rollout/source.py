@@ -13,8 +13,8 @@ from posttrain.report.rank_progress import (
     ROLLOUT,
     SHARE_ROLLOUT,
     keep_reporting,
-    name_silent,
     report_progress,
+    report_unresponsive_engine,
 )
 from posttrain.rl.engines.calls import EngineError
 from posttrain.rl.engines.client import EngineClient
@@ -79,7 +79,7 @@ class SynchronousSource:
     def wait_ready(self, step: int | None = None) -> None:
         """Wait until engines answer; they load while the trainer does."""
         if self._client:
-            started, tell = time.perf_counter(), None if step is None else name_silent
+            started, tell = time.perf_counter(), None if step is None else report_unresponsive_engine
             ready = self._client.wait_ready(self._start_timeout_seconds, tell_silent=tell)
             self._runner.run(ready if step is None else _alive(ready, step))
             log.info("the trainer has its weights; engines were ready %.1f s later", time.perf_counter() - started)

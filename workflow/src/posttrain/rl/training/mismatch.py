@@ -13,7 +13,7 @@ import torch
 
 from posttrain.config.derived import mismatch_limits
 from posttrain.config.schema import Config
-from posttrain.report.rank_progress import leave_last_words
+from posttrain.report.rank_progress import write_exit_reason
 from posttrain.rl.algorithm.mismatch import Mismatch, compare_logprobs
 from posttrain.rl.megatron_backend.model import Policy
 from posttrain.rl.megatron_backend.plain_data import gather_plain
@@ -145,6 +145,6 @@ def heed_mismatch(config: Config, step: int, own: Mismatch, served: Mismatch | N
             f"train/rollouts/step_{step:06d} to sample them anew, or set='trainer.mismatch.action=warn' to use them"
         )
         # A retry would replay the same samples and fail again.
-        leave_last_words(words)
+        write_exit_reason(words)
         raise MismatchError(words)
     log.warning("%s", found)
