@@ -1,12 +1,12 @@
-"""Every path of a run, the receipt that proves a step done, and durable writes.
+"""The paths of a run, the receipts that prove steps done, and durable writes.
 
-A step is done when its receipt exists. The receipt is written last: the data is on disk (fsync), the receipt is on disk
-under a temporary name, one rename makes it visible, and the folder that holds it is synced. So a kill or a power cut
-leaves either no receipt or a true one.
+A step is done when its receipt exists. The receipt is written last: first the data is on disk (fsync), then the receipt
+is on disk under a temporary name, then a rename makes it visible and its folder is synced. So a kill or a power cut
+leaves either no receipt or a valid one.
 
-A folder is built under `{name}.partial`, where a later attempt finds what an earlier one finished, and gets its final
-name when it is complete. A receipt is deterministic: it names files with sizes and content hashes, the digests of the
-receipts it was made from, and the settings that matter. Times, host and attempts go into a log file beside it.
+A folder is built under `{name}.partial`, where a later attempt reuses the finished files of an earlier one, and gets
+its final name when it is complete. A receipt is deterministic: it contains the files with sizes and content hashes, the
+digests of its input receipts, and the relevant settings. Times, host and attempts go into a separate log file.
 """
 
 from posttrain.config.load import digest8

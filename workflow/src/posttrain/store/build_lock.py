@@ -1,8 +1,7 @@
 """One process at a time makes an artefact, even if several users and nodes share the store.
 
 A process holds an artefact from `hold` until it has written the receipt or has ended. A second process waits, prints
-which one it waits for, and then finds the work done. The lock is a lease in the folder `{artefact}.lease` beside the
-receipt.
+the holder, and then finds the work done. The lock is a lease in the folder `{artefact}.lease`, next to the receipt.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from posttrain.store.lease import Lease, LeaseHeldError, check_epoch, read_holde
 
 log = logging.getLogger(__name__)
 
-# Making an artefact takes seconds to hours; whoever waits is told at once, and now and then.
+# Making an artefact takes seconds to hours; a waiting process prints a message at once and at this interval.
 POLL_SECONDS = 0.5
 REMIND_SECONDS = 60.0
-# What this process holds, by the receipt that ends it.
+# Receipt -> the lock that this process holds until the receipt is written.
 _held: dict[Path, list[Lease]] = {}
 
 
@@ -33,11 +32,11 @@ def lock_folder_of(receipt: Path) -> Path:
 
 
 def hold(receipt: Path, parts: Iterable[Path] = ()) -> None:
-    """Make this process the only one that makes an artefact; waits while another does.
+    """Lock an artefact for this process; waits while another process makes it.
 
     Args:
         receipt: The artefact's receipt.
-        parts: Receipts of parts that must not be made anew meanwhile.
+        parts: Receipts of parts that must not be remade meanwhile.
     """
     if receipt in _held:
         return
@@ -52,17 +51,17 @@ def hold(receipt: Path, parts: Iterable[Path] = ()) -> None:
 
 
 def confirm(receipt: Path) -> None:
-    """Make sure that nobody has taken over what this process holds; call it before others can see its work.
+    """Check that no other process has taken over the lock; call this before publishing the artefact.
 
     Raises:
-        LeaseLostError: When another process believed this one dead, and makes the artefact itself.
+        LeaseLostError: Another process took over, because it considered this one dead.
     """
     for lease in _held.get(receipt, ()):
         check_epoch(lease.folder, lease.epoch)
 
 
 def release(receipt: Path) -> None:
-    """Let others have the artefact; nothing happens when it is not held."""
+    """Release the artefact, if it is held."""
     for lease in _held.pop(receipt, ()):
         lease.__exit__(None, None, None)
 
@@ -83,7 +82,7 @@ def _wait_for(receipt: Path) -> Lease:
 @atexit.register
 def _release_all() -> None:
     for receipt in list(_held):
-        # A child of a fork ends without giving away what its parent holds; a store that is gone needs no release.
+        # A forked child must not release its parent's locks; a deleted store needs no release.
         if all(os.getpid() == holder.pid for lease in _held[receipt] if (holder := read_holder(lease.folder))):
             with contextlib.suppress(OSError):
                 release(receipt)

@@ -19,12 +19,12 @@ log = logging.getLogger(__name__)
 def building(folder: Path) -> Iterator[Path]:
     """Build `folder` under its `.partial` name; it gets its own name when the block ends without an error.
 
-    What an earlier attempt left there is kept for the step to check and use. A finished folder without a receipt (its
-    step must run again) becomes the partial one. No attempt leaves both; where two writers did, the finished folder is
-    the better start.
+    Files of an earlier attempt are kept, so that the step can check and reuse them. A finished folder without a receipt
+    (its step must run again) becomes the partial one. One attempt never leaves both; if two writers did, the finished
+    folder is kept.
 
     Raises:
-        RuntimeError: When somebody else finished the folder meanwhile; theirs stays.
+        RuntimeError: Another process finished the folder meanwhile; its folder stays.
     """
     partial = partial_of(folder)
     if folder.exists():

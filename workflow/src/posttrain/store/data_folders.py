@@ -1,4 +1,4 @@
-"""Where rows lie that are not trained on: prompts of evaluation suites, conversations of calibration passes."""
+"""Folders of rows that are not trained on: prompts of evaluation suites, conversations of calibration passes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def pass_folders(config: Config) -> dict[str, Path]:
 
 
 def versioned(name: str, *steps: str) -> str:
-    """Return a name that later formats do not share: users of one store may have different versions of us."""
+    """Return a name with the format's version, because users of one store may have different versions of posttrain."""
     versions = [str(FORMAT_VERSIONS[step]) for step in steps]
     return f"{name}-v{'.'.join(versions)}" if set(versions) != {"1"} else name
 

@@ -1,8 +1,8 @@
-"""Writes that survive a kill and a power cut: the old content or the new, never a mixture.
+"""Writes that survive a kill and a power cut: afterwards a file has its old or its new content, never a mixture.
 
-A file is filled under a name beside its own that nobody can guess, and that must not exist: whatever somebody has put
-there, a link or a file that others may read, is neither followed nor used. The name says which process writes, so what
-a dead one left is found and removed, and what a living one writes is not.
+A file is written under an unpredictable temporary name in the same folder, opened exclusively, so a link or file that
+somebody else put there is never followed or used. The name contains the writing process, so the files of dead processes
+are found and removed, and those of live ones are not.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ import xxhash
 
 from posttrain.store.processes import started_ticks
 
-# Large reads, of which shared storage gives more per second; small beside the memory of each thread.
+# Large reads are faster on shared storage; still small compared to the memory of a thread.
 HASH_CHUNK_BYTES = 8 << 20
-# Of a file's name in that of its temporary one, which must not become too long itself.
+# Characters of a file's name that its temporary name repeats, so that the latter does not become too long.
 KEPT_CHARACTERS = 40
 
 
 def write_atomic(path: Path, write: Callable[[BinaryIO], object], mode: int = 0o666) -> None:
-    """Let `write` fill a temporary file, then put it under its name: old content or new, never a mixture.
+    """Write a temporary file with `write`, then rename it: the file has its old or its new content, never a mixture.
 
     Args:
         path: The file.
-        write: Gets the temporary file, open for writing.
+        write: Writes to the temporary file, which is open.
         mode: Permissions, before the umask.
     """
     _write(path, write, mode, Path.replace)
 
 
 def place_atomic(path: Path, place: Callable[[Path], object]) -> None:
-    """Let `place` link or move an existing file to a temporary name, then rename it as `write_atomic` does."""
+    """Link or move an existing file to a temporary name with `place`, then rename it as `write_atomic` does."""
     with _beside(path) as temporary:
         place(temporary)
         if not temporary.is_symlink():
@@ -60,20 +60,20 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def write_new(path: Path, text: str) -> None:
-    """Create a text file durably and exclusively: of several processes that try, one succeeds.
+    """Create a text file durably and exclusively: only one of several concurrent processes succeeds.
 
     Args:
         path: The file.
-        text: Different for each of them.
+        text: The content, different for each process.
 
     Raises:
-        FileExistsError: Somebody else has it; theirs stays.
+        FileExistsError: Another process created the file first; its content stays.
     """
     _write(path, lambda file: file.write(text.encode()), 0o666, _link_new)
 
 
 def append_json_line(path: Path, row: Mapping[str, Any]) -> None:
-    """Add a row to a log of JSON lines durably; what a power cut left of an unfinished last line is cut off first."""
+    """Append a row to a log of JSON lines durably; an unfinished last line of a power cut is removed first."""
     with naming(path), open(path, "ab+", opener=open_no_link) as file:
         file.seek(0)
         file.truncate(file.read().rfind(b"\n") + 1)
@@ -84,18 +84,18 @@ def append_json_line(path: Path, row: Mapping[str, Any]) -> None:
 
 
 def open_no_link(path: str, flags: int) -> int:
-    """Open a file, for `open`'s `opener`; a link in its place is an error, as somebody else may have put it there."""
+    """Open a file (an `opener` of `open`); a link in its place is an error, as somebody else may have put it there."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 @contextmanager
 def naming(path: Path, temporary: Path | None = None, needed_bytes: int = 0) -> Iterator[None]:
-    """Let the system's errors name the file, a full disk above all: those of an open file name none.
+    """Add the file's name to errors of the system, such as a full disk: errors of an open file contain none.
 
     Args:
         path: The file.
-        temporary: Where it is written; nobody knows that name.
-        needed_bytes: What it will take, where that is known: a note of the error.
+        temporary: Its temporary name, which is meaningless to users.
+        needed_bytes: Its size, if known; added to the error as a note.
     """
     try:
         yield
@@ -108,12 +108,12 @@ def naming(path: Path, temporary: Path | None = None, needed_bytes: int = 0) -> 
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames inside `folder` survive a power cut."""
+    """Sync a folder, so that renames inside it survive a power cut."""
     _sync(folder)
 
 
 def sync_tree(folder: Path) -> None:
-    """Make all files below `folder`, and their names, survive a power cut."""
+    """Sync all files below a folder, and their names, so that they survive a power cut."""
     for parent, _, names in os.walk(folder, onerror=_raise):
         for name in names:
             if not os.path.islink(os.path.join(parent, name)):
@@ -125,7 +125,7 @@ def make_next_folder(parent: Path) -> Path:
     """Make and return the next of numbered folders: `001`, `002`, ...
 
     Raises:
-        FileExistsError: Somebody else has made it at the same time.
+        FileExistsError: Another process made it at the same time.
     """
     numbers = [int(path.name) for path in parent.glob("[0-9]*") if path.name.isdigit()]
     folder = parent / f"{max(numbers, default=0) + 1:03d}"
@@ -143,12 +143,12 @@ def hash_file(path: Path) -> str:
 
 
 def remove_dead_temporaries(paths: Iterable[Path]) -> None:
-    """Delete those of the files that processes of this host were writing when they were killed."""
+    """Delete the temporary files of processes of this host that were killed."""
     pattern = re.compile(rf"\..*\.{re.escape(socket.gethostname())}\.(\d+)\.(\d+)\.[0-9a-f]{{16}}\.tmp")
     for path in paths:
         writer = pattern.fullmatch(path.name)
         if writer and started_ticks(int(writer[1])) != int(writer[2]):
-            # What another user left in a folder of his own stays.
+            # Files in another user's folder cannot be deleted.
             with contextlib.suppress(OSError):
                 path.unlink()
 
@@ -164,8 +164,8 @@ def _link_new(temporary: Path, path: Path) -> None:
     try:
         os.link(temporary, path)
     except OSError as error:
-        # The error alone does not tell: NFS may repeat a request whose answer was lost, and then find our own
-        # link; SFTP says only "failure".
+        # The error alone is ambiguous: NFS may repeat a request whose answer was lost, and then find our own
+        # link; SFTP reports only "failure".
         if not path.exists():
             raise
         if path.read_bytes() != temporary.read_bytes():
@@ -174,7 +174,7 @@ def _link_new(temporary: Path, path: Path) -> None:
 
 @contextmanager
 def _beside(path: Path, publish: Callable[[Path, Path], object] = Path.replace) -> Iterator[Path]:
-    """Yield an unused name in the folder of `path`; at the end, its file is published as `path`, durably."""
+    """Yield an unused name in the folder of `path`; at the end, durably rename its file to `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_dead_temporaries(path.parent.glob(".*.tmp"))
     ours = f"{socket.gethostname()}.{os.getpid()}.{started_ticks(os.getpid())}.{secrets.token_hex(8)}"
@@ -184,7 +184,7 @@ def _beside(path: Path, publish: Callable[[Path, Path], object] = Path.replace) 
             yield temporary
             publish(temporary, path)
         finally:
-            # Gone already if it was moved; of an error under way the user must hear, not of this one.
+            # A moved file is already gone; an error raised before must not be hidden by this one.
             with contextlib.suppress(OSError):
                 temporary.unlink()
     sync_folder(path.parent)

@@ -1,13 +1,13 @@
-"""Versions of what steps write."""
+"""Format versions of the steps' outputs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-# Rules that had another name in version 0.2. Receipts and JobSets keep the old one, so that its runs resume;
-# `scripts/` has the old program for JobSets that it made.
+# Rules that had another name in version 0.2. Receipts and JobSets keep the old name, so that runs of 0.2 resume;
+# `scripts/` has the old program for JobSets of 0.2.
 CURRENT_RULES: Mapping[str, str] = {"train_grpo": "train"}
-# Raised by one when a step writes something else than before for the same input: its receipts are then remade.
+# Increased when a step writes a different output for the same input, so that its receipts are remade.
 FORMAT_VERSIONS: Mapping[str, int] = {
     "make_tiny_model": 1,
     "download_hf_checkpoint": 1,

@@ -1,7 +1,7 @@
-"""Garbage of a shared store: shown first, deleted only on demand.
+"""Garbage of a shared store: listed first, deleted only on request.
 
-Only what steps of ours have made is looked at: what has a receipt, a lease, or parts with one of these. A folder that
-somebody put into the store himself has none, whatever lies beside it.
+Only artefacts of our steps are considered: those with a receipt, a lease, or parts with one of these. A folder that a
+user put into the store has none of them.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from posttrain.store.references import SECONDS_PER_DAY, Reference, read_referenc
 
 log = logging.getLogger(__name__)
 
-# The receipt of what is being deleted.
+# Name of a receipt whose artefact is being deleted.
 ASIDE = ".receipt.deleted"
 BESIDE = (".receipt.json", ".history.jsonl", ".manifest.json", ".parts", ".partial", ".lease", ASIDE)
 
 
 @dataclass(frozen=True)
 class Stored:
-    """One artefact of a store, finished or half made.
+    """One artefact of a store, finished or unfinished.
 
     Args:
-        folder: Its final name.
+        folder: Its final path.
         users: Live references to it.
-        builder: Who is making it now; "" when nobody is.
-        last_change_unix: When something of it was last written.
-        is_finished: It has its receipt.
-        is_unused: Nobody uses it, nobody makes it, and it has not changed for the days asked for.
+        builder: The process that is making it; "" if none.
+        last_change_unix: Time of the last write to it.
+        is_finished: It has a receipt.
+        is_unused: It has no users and no builder, and has not changed for the given number of days.
     """
 
     folder: Path
@@ -57,8 +57,8 @@ def list_store(store: Path, unused_days: float) -> list[Stored]:
     """Return every artefact of a store, sorted by path.
 
     Args:
-        store: Its root.
-        unused_days: What changed or was referred to more recently is kept.
+        store: Root of the store.
+        unused_days: Artefacts that changed or were referenced more recently are kept.
     """
     users = defaultdict(list)
     for reference in read_references(store).values():
@@ -69,7 +69,7 @@ def list_store(store: Path, unused_days: float) -> list[Stored]:
 
 
 def freed_bytes(artefacts: Iterable[Stored]) -> int:
-    """Return the bytes on disk that are free once these are gone; a file with names elsewhere frees none."""
+    """Return the bytes that deleting these artefacts frees; a file with hard links elsewhere frees none."""
     names: dict[tuple[int, int], list[os.stat_result]] = defaultdict(list)
     for artefact in artefacts:
         for status in _files_of(artefact.folder):
@@ -78,12 +78,12 @@ def freed_bytes(artefacts: Iterable[Stored]) -> int:
 
 
 def delete_unused(store: Path, unused_days: float) -> tuple[list[Stored], list[str]]:
-    """Delete unused artefacts, each after another look under its locks.
+    """Delete unused artefacts, after checking each again under its locks.
 
-    First its receipt goes, so that a kill leaves something half made and never something that seems whole.
+    The receipt is deleted first, so that a kill leaves an unfinished artefact and never one that seems complete.
 
     Returns:
-        What is gone, and a line for each error; the others are deleted all the same.
+        The deleted artefacts, and a line for each error; an error does not stop the other deletions.
     """
     gone, errors = [], []
     for found in list_store(store, unused_days):
@@ -99,7 +99,7 @@ def delete_unused(store: Path, unused_days: float) -> tuple[list[Stored], list[s
 
 
 def _find_folders(store: Path) -> Iterator[Path]:
-    """Yield the final names of all artefacts, finished or not, without looking into them."""
+    """Yield the final paths of all artefacts, finished or not, without searching inside them."""
     waiting = [store]
     while waiting:
         parent = waiting.pop()
@@ -118,10 +118,10 @@ def _find_folders(store: Path) -> Iterator[Path]:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Return whether a step of ours has made an artefact, or has begun to: all of them hold its lease meanwhile."""
+    """Return whether one of our steps made an artefact or began to; every step holds the artefact's lease meanwhile."""
     try:
         own, *of_parts = _locks_of(folder)
-        # What is listed is the user's own folder until a part of it has been brought.
+        # A listed folder is the user's own until one of its parts is downloaded.
         locks = of_parts if folder.exists() and manifest_of(folder).exists() else [own, *of_parts]
     except PermissionError as error:
         log.warning("not looked at: %s", error)
@@ -131,7 +131,7 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _is_receipt(path: Path) -> bool:
-    """Return whether this is a receipt of any version of ours, its digest right or not."""
+    """Return whether this is a receipt of any version of posttrain, whether or not its digest matches."""
     try:
         row = read_json(path)
     except (OSError, ValueError):
@@ -170,12 +170,12 @@ def _delete(store: Path, folder: Path, unused_days: float) -> bool:
         with contextlib.suppress(FileNotFoundError):
             receipt.rename(aside)
         sync_folder(folder.parent)
-        # A run that has said meanwhile what it uses may have seen the receipt; a later one does not.
+        # A run that registered its references meanwhile may have seen the receipt; a later one cannot.
         if _is_used(store, folder, unused_days):
             with contextlib.suppress(FileNotFoundError):
                 aside.rename(receipt)
             return False
-        # The locks go last: until then nobody begins to make it.
+        # Delete the locks last, so that nobody begins to make the artefact before.
         for path in sorted((folder, *_beside(folder)), key=lambda path: path.suffix in (".parts", ".lease")):
             is_folder = path.is_dir() and not path.is_symlink()
             shutil.rmtree(path) if is_folder else path.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """A store that a group shares: every file and folder in it belongs to the group, and its members may write.
 
-The group's bits of the umask are given up for what is written to the store alone: results, logs and Snakemake's own
-files are as open as the user's umask says. The driver makes the store's folders before Snakemake does.
+The umask's group bits are cleared only for files in the store: results, logs and Snakemake's own files keep the user's
+umask. The driver creates the store's folders before Snakemake does.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from pathlib import Path
 
 from posttrain.errors import ConfigError, Problem
 
-# Tells the steps that a driver starts where the shared store lies.
+# Path of the shared store, for the steps that a driver starts.
 STORE_VARIABLE = "POSTTRAIN_SHARED_STORE"
-# What a umask takes from the group and from all others.
+# Bits of a umask for the group and for others.
 GROUP_BITS = 0o070
 OTHERS_BITS = 0o007
-# Folders made inside inherit the group and this bit.
+# Subfolders inherit the group and this bit.
 SHARED_MODE = 0o2775
 
 
 def announce_sharing(store: Path, group: str) -> None:
-    """Let the steps of this process know that a group shares the store; that none does, without a group.
+    """Announce to the steps of this process whether a group shares the store.
 
     Raises:
-        ConfigError: When there is no such group, or we are not in it.
+        ConfigError: The group does not exist, or this user is not a member.
     """
     os.environ.pop(STORE_VARIABLE, None)
     if not group:
@@ -43,26 +43,26 @@ def announce_sharing(store: Path, group: str) -> None:
 
 
 def share_store(store: Path, group: str, outputs: Iterable[str | Path] = ()) -> None:
-    """Make a store's root, and the folders of what will be made in it, belong to the group. Nothing without a group.
+    """Give a store's root and the folders of future outputs to the group, if there is one.
 
     Args:
-        store: The root.
-        group: Its name.
-        outputs: Files that steps are about to make, in the store or elsewhere.
+        store: Root of the store.
+        group: Name of the group, or "".
+        outputs: Files that steps will make, in the store or elsewhere.
     """
     if not group:
         return
     parents = {parent for output in outputs for parent in Path(output).parents if parent.is_relative_to(store)}
     for folder in sorted({store, *parents}):
         folder.mkdir(parents=True, exist_ok=True)
-        # The first to come owns it.
+        # The first user owns the root.
         if folder.stat().st_uid == os.getuid():
             os.chown(folder, -1, grp.getgrnam(group).gr_gid)
             folder.chmod(SHARED_MODE & ~(_umask() & OTHERS_BITS))
 
 
 def share_what_follows(path: Path) -> None:
-    """Let the group change whatever this process makes from now on, if `path` lies in a shared store."""
+    """Give the group write access to all files created from now on, if `path` is in a shared store."""
     store = os.environ.get(STORE_VARIABLE)
     if store and Path(os.path.abspath(path)).is_relative_to(store):
         os.umask(_umask() & ~GROUP_BITS)
@@ -70,7 +70,7 @@ def share_what_follows(path: Path) -> None:
 
 @contextlib.contextmanager
 def shared(path: Path) -> Iterator[None]:
-    """Let the group change what is made in the block, if `path` lies in a shared store."""
+    """Give the group write access to files created in the block, if `path` is in a shared store."""
     before = _umask()
     share_what_follows(path)
     try:
@@ -80,7 +80,7 @@ def shared(path: Path) -> Iterator[None]:
 
 
 def _umask() -> int:
-    """Return the umask, which can only be read by setting it; meanwhile nothing is open to anybody."""
+    """Return the umask, which can only be read by setting it; the temporary value is the strictest."""
     found = os.umask(0o777)
     os.umask(found)
     return found

@@ -1,15 +1,16 @@
-"""The lease on a folder: at most one process writes to it, also when an orphan of a dead driver lives on.
+"""The lease on a folder: at most one process writes to it, even if an orphan of a dead driver is still running.
 
-A lease is a file `epoch-000007.json` that is made with a hard link: `link()` fails when the name exists, on local and
-on shared file systems, also where `flock` does not reach other nodes. The highest epoch is the holder. A new process
-takes the next epoch when the holder has released it or is dead; the old one, should it still run, finds a higher epoch
-when it checks before its next commit, and stops (fencing).
+A lease is a file `epoch-000007.json` that is made with a hard link: `link()` fails if the name exists, on local and
+shared file systems, including those where `flock` does not reach other nodes. The highest epoch is the holder. A new
+process takes the next epoch when the holder has released its lease or is dead; if the old process still runs, it finds
+the higher epoch when it checks before its next commit, and stops (fencing).
 
-Dead means: where the holder's process ids are ours (same host, start of the machine and process namespace), no process
-with its id and start time; where it runs in a job of a scheduler that can be asked, the job is over (another process of
-the same job is its next run, and takes over); elsewhere, no heartbeat for `HEARTBEAT_DEAD_SECONDS`. Clocks of different
-machines differ, are set, and stop while a machine is suspended: whoever takes over has watched the heartbeat by its own
-monotonic clock.
+A holder is dead if
+- its process ids are comparable (same host, boot and process namespace) and no process has its id and start time;
+- it runs in a job whose scheduler reports that the job is over (another process of the same job is the job's next run,
+  and takes over);
+- otherwise, if there was no heartbeat for `HEARTBEAT_DEAD_SECONDS`. Clocks of different machines differ, are adjusted,
+  and stop while a machine is suspended, so the new process measures this time with its own monotonic clock.
 """
 
 from __future__ import annotations
@@ -33,24 +34,24 @@ from posttrain.store.processes import process_ids, started_ticks, user_name
 
 log = logging.getLogger(__name__)
 
-# Shared file systems show changes of others up to a minute late: twice that without a sign, after two dozen of them.
+# Shared file systems may show changes of other nodes up to a minute late: wait twice as long, or 24 heartbeats.
 HEARTBEAT_SECONDS = 5.0
 HEARTBEAT_DEAD_SECONDS = 120.0
-# For so long a heartbeat that is older than that is watched before its holder counts as dead: a minute, and a beat.
+# An older heartbeat is watched for a minute and one beat before its holder counts as dead.
 WATCH_SECONDS = 65.0
 _EPOCH = re.compile(r"epoch-(\d+)\.json")
 
 
-# Job -> whether its scheduler runs it or will; None where that cannot be told.
+# Job -> whether it is running or queued; None if unknown.
 JobIsAlive = Callable[[str], bool | None]
 
 
 def unknown(job: str) -> None:
-    """Return None: without a scheduler nothing is known about jobs."""
+    """Return None, because without a scheduler the state of jobs is unknown."""
 
 
 class LeaseLostError(RuntimeError):
-    """Another process holds the folder: whoever gets this must not write any more."""
+    """Another process holds the folder, so this process must not write any more."""
 
 
 class LeaseHeldError(RuntimeError):
@@ -63,14 +64,14 @@ class Holder:
 
     Args:
         epoch: From 1, one higher for each holder.
-        host: Its node.
-        pid: Its process id there.
-        process_ids: Where that id means this process: start of the machine and process namespace.
-        started_ticks: When the process started, in clock ticks since the machine did; tells it from a later one
+        host: Node of the process.
+        pid: Its process id on that node.
+        process_ids: Boot and process namespace in which the id is valid.
+        started_ticks: Start time of the process in clock ticks since boot; distinguishes it from a later process
             with the same id.
-        user: Whose process it is.
-        since_unix: When it took the lease.
-        job: The scheduler's job that it runs in; empty without one.
+        user: Owner of the process.
+        since_unix: Time at which it took the lease.
+        job: Its scheduler job, or "".
     """
 
     epoch: int
@@ -92,16 +93,15 @@ class Lease:
     """The right to write; a context manager that releases it on a clean end.
 
     Args:
-        subject: What may be written, for messages.
-        folder: Where the lease's own files lie.
-        job: The scheduler's job that this process runs in; empty without one.
-        job_is_alive: Asks the scheduler about a holder's job; None where it cannot tell.
-        wait_seconds: For a holder on another host to be known as dead. Who is started in a dead one's place knows that
-            it is, but sees its last heartbeat.
+        subject: The protected thing, for messages.
+        folder: Folder of the lease's own files.
+        job: The scheduler job of this process, or "".
+        job_is_alive: Returns whether a holder's job is alive; None if unknown.
+        wait_seconds: How long to wait until a holder on another host counts as dead. A process that replaces a dead
+            one still sees its last heartbeat.
 
     Raises:
-        LeaseHeldError: On entry, when somebody alive holds it. Where the clocks leave that open, entry takes as long
-            as it takes to be sure.
+        LeaseHeldError: On entry, if a live process holds the lease. Entry may have to watch the heartbeat to find out.
     """
 
     def __init__(
@@ -133,18 +133,18 @@ class Lease:
             if read_holder(self._folder) == self._holder:
                 write_json(_released_path(self._folder, self.epoch), {"unix": time.time()})
         except OSError as unwritten:
-            # Never instead of an error under way. Others see that this process is gone, or that its heartbeat stops.
+            # Do not hide an earlier error. Other processes notice that this process or its heartbeat has ended.
             log.warning("the lease on %s could not be given back: %s", self._subject, unwritten)
 
     @property
     def epoch(self) -> int:
-        """Our epoch; commits carry it."""
+        """The epoch of this process, which its commits contain."""
         assert self._holder is not None, "the lease is not held"
         return self._holder.epoch
 
     @property
     def folder(self) -> Path:
-        """The folder that `check_epoch` reads."""
+        """The folder for `check_epoch`."""
         return self._folder
 
     @property
@@ -164,7 +164,7 @@ class Lease:
                 )
             time.sleep(min(HEARTBEAT_SECONDS, remaining) if is_alive else HEARTBEAT_SECONDS)
         mine = _this_process((current.epoch if current else 0) + 1, self._job)
-        # The heartbeat first: whoever sees the epoch finds its holder alive.
+        # Start the heartbeat first, so that a process that sees the epoch finds its holder alive.
         heartbeat = _heartbeat_path(self._folder, mine.epoch)
         os.close(os.open(heartbeat, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666))
         os.utime(heartbeat, follow_symlinks=False)
@@ -175,8 +175,8 @@ class Lease:
         return mine
 
     def _is_alive(self, current: Holder) -> bool | None:
-        """Return whether the lease is held; None as long as that is not known."""
-        # A scheduler runs a job once at a time; a run that it has lost sight of is fenced off by our epoch.
+        """Return whether the lease is held; None while unknown."""
+        # A scheduler runs a job only once at a time; a run that it has lost track of is fenced off by our epoch.
         if self._job and current.job == self._job and not _is_here(current):
             return False
         is_free = _is_known_free(self._folder, current, self._job_is_alive)
@@ -186,7 +186,7 @@ class Lease:
         is_failing = False
         while not self._stop.wait(HEARTBEAT_SECONDS):
             try:
-                # Never recreate the file: whoever deletes our lease has taken it, and the next `check_epoch` says so.
+                # Never recreate the file: another process that deleted it took over, and the next `check_epoch` raises.
                 os.utime(_heartbeat_path(self._folder, self.epoch), follow_symlinks=False)
                 is_failing = False
             except OSError as error:
@@ -199,8 +199,8 @@ class _Watch:
     """Polls whether a heartbeat continues.
 
     Args:
-        subject: What the lease is for, for messages.
-        folder: Of the lease.
+        subject: The protected thing, for messages.
+        folder: Folder of the lease.
     """
 
     def __init__(self, subject: Path, folder: Path):
@@ -209,7 +209,7 @@ class _Watch:
         self._has_changed = False
 
     def is_alive(self, holder: Holder) -> bool | None:
-        """Return whether a holder gives signs of life; None where it has to be watched for longer."""
+        """Return whether a holder is alive; None if its heartbeat has to be watched for longer."""
         try:
             beat = _heartbeat_path(self._folder, holder.epoch).stat()
         except FileNotFoundError:
@@ -233,8 +233,8 @@ def read_holder(lease_folder: Path) -> Holder | None:
     """Return the holder of the highest epoch, released or not.
 
     Raises:
-        OSError: The folder is there and cannot be read: that is not the same as no holder.
-        CheckpointError: What is written there is no holder.
+        OSError: The folder exists but cannot be read, which does not mean that there is no holder.
+        CheckpointError: The file does not describe a holder.
     """
     try:
         epochs = [(int(match[1]), name) for name in os.listdir(lease_folder) if (match := _EPOCH.fullmatch(name))]
@@ -246,7 +246,7 @@ def read_holder(lease_folder: Path) -> Holder | None:
     path = lease_folder / name
     try:
         holder = Holder(**read_json(path))
-        str(holder)  # It is shown in messages, which must not fail.
+        str(holder)  # The value is shown in messages, which must not fail.
         if holder.epoch != epoch:
             raise ValueError(f"epoch {holder.epoch}")
     except (ValueError, TypeError, OverflowError) as error:
@@ -256,7 +256,7 @@ def read_holder(lease_folder: Path) -> Holder | None:
 
 
 def living_holder(lease_folder: Path, job_is_alive: JobIsAlive = unknown) -> Holder | None:
-    """Return the lease's live holder, or None; one look, without watching the heartbeat.
+    """Return the lease's live holder, or None; checks once, without watching the heartbeat.
 
     Args:
         lease_folder: See `Lease`.
@@ -267,7 +267,7 @@ def living_holder(lease_folder: Path, job_is_alive: JobIsAlive = unknown) -> Hol
 
 
 def heartbeat_age_seconds(lease_folder: Path, holder: Holder) -> float:
-    """Return how long ago a holder last gave a sign of life; infinite where it never did."""
+    """Return the time since a holder's last heartbeat, or infinity if there was none."""
     try:
         return time.time() - _heartbeat_path(lease_folder, holder.epoch).stat().st_mtime
     except FileNotFoundError:
@@ -275,10 +275,10 @@ def heartbeat_age_seconds(lease_folder: Path, holder: Holder) -> float:
 
 
 def check_epoch(lease_folder: Path, epoch: int) -> None:
-    """Make sure that `epoch` is still the highest; call it right before something becomes visible to others.
+    """Check that `epoch` is still the highest; call this right before publishing something.
 
     Raises:
-        LeaseLostError: When a later process has taken over.
+        LeaseLostError: A later process has taken over.
     """
     holder = read_holder(lease_folder)
     if holder is None or holder.epoch != epoch:
@@ -299,13 +299,13 @@ def _this_process(epoch: int, job: str) -> Holder:
 
 
 def is_process_of(holder: Holder, lease_folder: Path) -> bool:
-    """Return whether the holder's process id means, on this machine, the process that has taken the lease.
+    """Return whether the holder's process id belongs, on this machine, to the process that took the lease.
 
-    A lease is a file that others may be able to write. No other process can give this one its start time, its user and
-    an open descriptor of the lease's file, which `Lease.path` lets its holder keep.
+    Others may be able to write the lease's file, so its content is not trusted: the process must have the holder's
+    start time and user, and keep the lease's file open (see `Lease.path`), which no other process can fake.
 
     Raises:
-        PermissionError: The process is another user's.
+        PermissionError: The process belongs to another user.
     """
     if not _is_here(holder) or started_ticks(holder.pid) != holder.started_ticks:
         return False
@@ -313,7 +313,7 @@ def is_process_of(holder: Holder, lease_folder: Path) -> bool:
     try:
         opened = [os.stat(entry) for entry in (process / "fd").iterdir() if entry.exists()]
         is_ours = process.stat().st_uid == os.geteuid()
-    except FileNotFoundError:  # it has just ended
+    except FileNotFoundError:  # the process has just ended
         return False
     return is_ours and any(os.path.samestat(one, lease_file(lease_folder, holder.epoch).stat()) for one in opened)
 
@@ -324,7 +324,7 @@ def _is_free(folder: Path, holder: Holder, job_is_alive: JobIsAlive) -> bool:
 
 
 def _is_known_free(folder: Path, holder: Holder, job_is_alive: JobIsAlive) -> bool | None:
-    """Return whether nobody holds the lease any more; None where nothing but its heartbeat can tell."""
+    """Return whether the lease is free; None if only its heartbeat can answer that."""
     if _released_path(folder, holder.epoch).exists():
         return True
     if _is_here(holder):
@@ -334,7 +334,7 @@ def _is_known_free(folder: Path, holder: Holder, job_is_alive: JobIsAlive) -> bo
 
 
 def _is_here(holder: Holder) -> bool:
-    """Return whether the holder's process id means the same here."""
+    """Return whether the holder's process id is valid in this boot and process namespace."""
     return (holder.host, holder.process_ids) == (socket.gethostname(), process_ids())
 
 

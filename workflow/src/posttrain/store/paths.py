@@ -1,4 +1,4 @@
-"""Where everything of a run lies; no other module spells a path."""
+"""All paths of a run; no other module builds them."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from posttrain.store.format_versions import FORMAT_VERSIONS
 from posttrain.store.plain_json import read_json
 from posttrain.store.weight_formats import EXPORT_FOLDER, START_FOLDER
 
-# In a checkpoint of training: its files and their hashes.
+# File of a training checkpoint with its files and their hashes.
 MANIFEST_NAME = "manifest.json"
-# In a calibration: how many tokens each expert was given.
+# File of a calibration with the number of tokens per expert.
 COVERAGE_NAME = "coverage.json"
 
 
 @dataclass(frozen=True)
 class Paths:
-    """Where everything of one resolved run lies.
+    """All paths of one resolved run.
 
     Args:
         resolved: The configuration of the run.
@@ -43,11 +43,11 @@ class Paths:
 
     resolved: Resolved
 
-    # ---- the store: made once per model, revision and setting, shared by runs ----
+    # ---- the store: artefacts made once per model, revision and setting, shared by runs ----
 
     @property
     def store(self) -> Path:
-        """Root of what does not depend on a run."""
+        """Root of the artefacts that do not depend on a run."""
         return Path(self.resolved.config.site.store)
 
     @property
@@ -75,25 +75,25 @@ class Paths:
 
     @property
     def source_export(self) -> Path:
-        """What the run has trained that `model.source` names, in Hub layout."""
+        """The export of the run that `model.source` names, in Hub layout."""
         config = self.resolved.config
         return Path(config.site.results) / config.model.source.run / "hf"
 
     @property
     def source_folder(self) -> Path:
-        """Where the model's files come from, when they are on this machine."""
+        """The source of the model's files, if it is on this machine."""
         source = self.resolved.config.model.source
         of_kind = {"made": self.made_model, "run": self.source_export}
         return of_kind.get(source.kind, Path(source.folder))
 
     @property
     def hf(self) -> Path:
-        """The model's files as the source has them."""
+        """The model's files, unchanged."""
         return self.model_root / "hf"
 
     @property
     def hf_patched(self) -> Path:
-        """The same with the config patch applied; weights are links."""
+        """The model's files with the config patch applied; weights are links."""
         return self.model_root / f"hf_patched-{digest8(self._patch_settings())}"
 
     @property
@@ -109,24 +109,24 @@ class Paths:
 
     @property
     def rollout_start(self) -> Path:
-        """What FP8 engines load if they start without weights: config, tokenizer and draft layers."""
+        """Files that FP8 engines load if they start without weights: config, tokenizer and draft layers."""
         return self._rollout_start(start_settings(self.resolved.config))
 
     @property
     def rollout_report(self) -> Path:
-        """What FP8 did to the weights."""
+        """The quantisation errors of the FP8 weights."""
         return self.rollout_fp8.with_name(f"{self.rollout_fp8.name}.report.json")
 
     @property
     def export_fp8(self) -> Path:
-        """The trained weights in FP8, for an evaluation; they are the run's, though the folder is the model's."""
+        """The trained weights in FP8, for an evaluation; they belong to the run, although the folder is the model's."""
         settings = self._quantize_settings(EXPORT_FOLDER, fp8_settings(self.resolved.config))
-        # Runs of one name, in results of their own, may share a store.
+        # Runs with the same name but separate results folders may share a store.
         return self.model_root / f"{EXPORT_FOLDER}-{digest8([os.path.abspath(self.hf_export), settings])}"
 
     @property
     def serving(self) -> Path:
-        """Weights in another format, for serving; if made from trained weights they are the run's, as `export_fp8`."""
+        """Weights in another format, for serving; those of trained weights belong to the run, like `export_fp8`."""
         settings = serving_settings(self.resolved.config)
         if self.resolved.config.serving.weights == "model":
             return self.model_root / f"{settings['format']}-{digest8(self._quantize_settings('serving', settings))}"
@@ -135,7 +135,7 @@ class Paths:
 
     @property
     def calibration(self) -> Path:
-        """The largest activations that passes over these weights have seen, a file for each pass."""
+        """The largest activations of calibration passes over these weights, one file per pass."""
         config = self.resolved.config
         settings = [FORMAT_VERSIONS["calibrate"], self._convert_settings(), calibration_settings(config)]
         if config.serving.weights == "trained":
@@ -144,12 +144,12 @@ class Paths:
 
     @property
     def coverage(self) -> Path:
-        """How many tokens a calibration gave to each expert."""
+        """The number of tokens that a calibration routed to each expert."""
         return self.calibration / COVERAGE_NAME
 
     @property
     def calibration_files(self) -> list[Path]:
-        """What the checkpoint for serving takes scales of activations from: the user's files, or one for each pass."""
+        """Source of the activation scales of the serving checkpoint: the user's files, or one file per pass."""
         config = self.resolved.config
         if not is_calibrated_here(config):
             return [Path(file) for file in config.serving.calibration]
@@ -162,14 +162,15 @@ class Paths:
 
     @property
     def rollout_weights(self) -> Path:
-        """What engines load at start: FP8 weights, `rollout_start` if they start without weights, or `hf_patched`.
+        """The weights that engines load at start: FP8, `hf_patched`, or `rollout_start` if they start without.
 
-        A run keeps the FP8 weights that it began with. A trained run keeps either; a change would train it again.
+        A run keeps the FP8 weights that it started with. A trained run keeps its weights of either kind, because a
+        change would repeat the training.
         """
         config = self.resolved.config
         if not config.rollout.fp8:
             return self.hf_patched
-        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):  # who verifies the run tells
+        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):  # `verify` reports it
             (begun,) = (self.model_root / name for name in read_json(self.begun_from) if name.startswith("rollout_"))
             starts = [self._rollout_start(start_settings(config) | {"drafts": drafts}) for drafts in (False, True)]
             is_trained = self.train_done.exists() and receipt_of(begun).exists()
@@ -185,7 +186,7 @@ class Paths:
 
     @property
     def store_artefacts(self) -> dict[str, Path]:
-        """All folders of the store that the run may use, by a short name, in the order of the data."""
+        """All folders of the store that the run may use, by short name, in the order of the data flow."""
         return {
             "made model": self.made_model,
             "dataset": self.dataset,
@@ -210,12 +211,12 @@ class Paths:
 
     @property
     def experiment(self) -> Path:
-        """What is learned: training's only config input."""
+        """The experiment's configuration, which is training's only configuration input."""
         return self.run / "experiment.yaml"
 
     @property
     def config(self) -> Path:
-        """All values with their origin."""
+        """The whole configuration, with the origin of each value."""
         return self.run / "config.resolved.yaml"
 
     @property
@@ -225,7 +226,7 @@ class Paths:
 
     @property
     def fork_receipt(self) -> Path:
-        """Which run this one was forked from."""
+        """Receipt that names the run from which this run was forked."""
         return self.run / "fork.receipt.json"
 
     @property
@@ -235,17 +236,17 @@ class Paths:
 
     @property
     def train_done(self) -> Path:
-        """Written when the last step's checkpoint is committed."""
+        """Receipt of the finished training."""
         return self.train / "done.json"
 
     @property
     def metrics(self) -> Path:
-        """A row for each step of training."""
+        """The metrics, one row per training step."""
         return self.train / "metrics.jsonl"
 
     @property
     def checkpoints(self) -> Path:
-        """The states that training can go on from."""
+        """The checkpoints of training."""
         return self.train / "checkpoints"
 
     @property
@@ -255,34 +256,34 @@ class Paths:
 
     @property
     def records(self) -> Path:
-        """Receipt of what training wrote down beside its checkpoints."""
+        """Receipt of what training wrote apart from checkpoints."""
         return records_of(self.run)
 
     @property
     def attempts(self) -> Path:
-        """A row for each ended attempt of training."""
+        """The ended attempts of training, one row each."""
         return self.train / "attempts.jsonl"
 
     @property
     def lease(self) -> Path:
-        """The lease that names the process that trains."""
+        """The lease of the process that trains."""
         return self.train / "lease"
 
     @property
     def preflight(self) -> Path:
-        """What `snakemake preflight` found last; the folder of the same name has each look with its logs."""
+        """The last result of `snakemake preflight`; the folder of this name has all results with their logs."""
         return self.run / "preflight.json"
 
     @property
     def verified(self) -> Path:
-        """The result of the last `snakemake verify`; absent unless that succeeded."""
+        """The result of the last `snakemake verify`, if it succeeded."""
         return self.run / "verified.json"
 
     @property
     def plan(self) -> Path:
-        """The plan of this model on these nodes, `.json` and `.html`: other counts and machines lie beside it.
+        """The plan of this model on these nodes, `.json` and `.html`; plans for other nodes have other names.
 
-        It lies below `results` here where the site's results are not on this machine: a plan makes no folder of a site.
+        It is in the local `results` if the site's folder does not exist here, because a plan must not create it.
         """
         config, results = self.resolved.config, self.run.parent
         folder = results if results.is_dir() or not results.is_absolute() else Path("results")
@@ -290,23 +291,23 @@ class Paths:
 
     @property
     def summary(self) -> Path:
-        """The run in a dozen numbers; written when all is done."""
+        """A dozen numbers of the run, written when everything is done."""
         return self.run / "summary.json"
 
     @property
     def snapshot(self) -> Path:
-        """The report of the run so far, each time that it is asked for; the report itself is Snakemake's."""
+        """The report of an unfinished run, rewritten on each request; the final report is made by Snakemake."""
         return self.run / "snapshot.html"
 
     @property
     def hf_export(self) -> Path:
-        """The trained model in Hub layout; another trainer's has a folder of its own."""
+        """The trained model in Hub layout; each trainer has its own folder."""
         other = self.resolved.config.export.checkpoint_folder
         return self.run.parent / f"exported-{digest8(os.path.abspath(other))}" / "hf" if other else self.run / "hf"
 
     @property
     def export_check(self) -> Path:
-        """The result of loading the export with transformers, beside its receipt."""
+        """The result of loading the export with transformers."""
         return self.hf_export.with_name("export_check.json")
 
     def evaluation(self, when: str) -> Path:
@@ -314,20 +315,20 @@ class Paths:
         return self.run / "evaluation" / f"{when}.json"
 
     def lm_eval(self, when: str) -> Path:
-        """Return what lm-eval found; `when` is "before" or "after"."""
+        """Return the result of lm-eval; `when` is "before" or "after"."""
         return self.run / "evaluation" / f"lm_eval_{when}.json"
 
     @property
     def report(self) -> Path:
-        """The report; its receipt stands beside it."""
+        """The report."""
         return self.run / "report.html"
 
     def node_record(self, node: str) -> Path:
-        """Return the record that says what a node's own disk holds."""
+        """Return the record of a node's local copy."""
         return self.run / "node_local" / f"{node}.json"
 
     def node_local(self, node: str) -> Path:
-        """Return the folder on a node's own disk that mirrors this model's root."""
+        """Return the node-local folder that mirrors this model's root."""
         site = self.resolved.config.site
         return Path(site.node_local) / node / self.resolved.config.model.name / self.revision12
 
@@ -341,7 +342,7 @@ class Paths:
         """Return the log of a step of the run."""
         return Path("logs") / rule / f"{self.resolved.run}{suffix}.log"
 
-    # ---- the settings that give an artefact its name ----
+    # ---- the settings in an artefact's name ----
 
     def _rollout_start(self, settings: Mapping[str, Any]) -> Path:
         return self.model_root / f"{START_FOLDER}-{digest8(self._quantize_settings(START_FOLDER, settings))}"
@@ -357,7 +358,7 @@ class Paths:
     def _patch_settings(self) -> dict[str, Any]:
         model = self.resolved.config.model
         patch = dataclasses.asdict(model.patch)
-        if patch["copies"] == "reject":  # as before there was a choice: folders keep their names
+        if patch["copies"] == "reject":  # the name from before there was a choice
             del patch["copies"]
         own = {"own": model.own_digests} if model.own_digests else {}
         return {"format": FORMAT_VERSIONS["patch_hf_config"], "patch": patch, **own}
@@ -374,17 +375,17 @@ class Paths:
 
 
 def receipt_of(folder: Path) -> Path:
-    """Return the receipt that stands beside a folder: `hf` -> `hf.receipt.json`."""
+    """Return the receipt of a folder: `hf` -> `hf.receipt.json`."""
     return folder.with_name(folder.name + ".receipt.json")
 
 
 def records_of(run: Path) -> Path:
-    """Return the receipt of what a run's training wrote down beside its checkpoints."""
+    """Return the receipt of what a run's training wrote apart from checkpoints."""
     return run / "records.receipt.json"
 
 
 def manifest_of(folder: Path) -> Path:
-    """Return where the list of a downloaded folder's files is kept: `hf` -> `hf.manifest.json`."""
+    """Return the file list of a downloaded folder: `hf` -> `hf.manifest.json`."""
     return folder.with_name(folder.name + ".manifest.json")
 
 

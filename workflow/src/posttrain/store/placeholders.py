@@ -1,4 +1,4 @@
-"""What lies where a file of a model should: pointers that Git leaves behind, and pages that a server answered with."""
+"""Files that are not a model's: pointers left by Git, and pages from a server."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 _GIT_LFS = b"version https://git-lfs.github.com/spec/"
 _GIT_XET = b"# xet version "
-# A page may begin with a byte order mark, a comment or an XML declaration.
+# Pages may begin with a byte order mark, a comment or an XML declaration.
 _BEFORE = rb"(?:\xef\xbb\xbf)?\s*(?:<\?xml[^>]*>\s*|<!--.*?-->\s*)*"
 _PAGE = re.compile(_BEFORE + rb"<(?:!doctype\s+html|html|head|body)\b", re.I | re.S)
 _SIZE = re.compile(rb"^size (\d+)$", re.M)
@@ -15,10 +15,10 @@ _HEAD_BYTES = 1024
 
 
 def placeholder(path: Path) -> str:
-    """Return what a file is if it is not a model's, with the remedy; empty otherwise.
+    """Return what a file is instead of a model's, with the remedy, or "".
 
     Args:
-        path: It is there; only its beginning is read.
+        path: An existing file; only its beginning is read.
     """
     with open(path, "rb") as file:
         head = file.read(_HEAD_BYTES)

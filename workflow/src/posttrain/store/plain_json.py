@@ -1,7 +1,7 @@
-"""JSON that anybody may have written: whatever is wrong with it is a ValueError with a reason.
+"""Parses untrusted JSON: every fault is a ValueError with a reason.
 
-Python's own reader raises other errors, too (nested too deeply), and accepts half of a surrogate pair as text, which
-would fail only where it is written as UTF-8.
+Python's parser raises other errors, too (nested too deeply), and accepts lone surrogates, which fail only later, when
+they are written as UTF-8.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from posttrain.store.placeholders import placeholder
 
-# The escape of half a character; whether its other half follows is left to the encoder.
+# The escape of a surrogate; the encoder finds out whether its partner follows.
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -23,11 +23,11 @@ def parse_json(text: str | bytes, unique_names: bool = False, finite: bool = Fal
 
     Args:
         text: The text, or its bytes in UTF-8.
-        unique_names: Reject objects that have a name twice, of which Python's reader takes the last.
-        finite: Reject NaN and infinite numbers, which JSON does not have and Python's reader takes.
+        unique_names: Reject objects with duplicate names; Python's parser would keep the last.
+        finite: Reject NaN and infinity, which are not JSON but accepted by Python's parser.
 
     Raises:
-        ValueError: It is not UTF-8 or not JSON, is nested too deeply, or holds half a character (a lone surrogate).
+        ValueError: The text is not UTF-8 or not JSON, is nested too deeply, or contains a lone surrogate.
     """
     hooks: dict[str, Any] = {"parse_constant": _finite, "parse_float": _finite} if finite else {}
     decoded = text.decode("utf-8") if isinstance(text, bytes) else text
@@ -62,10 +62,10 @@ def read_json(path: Path, is_strict: bool = False) -> Any:
 
     Args:
         path: The file.
-        is_strict: Each name once, and finite numbers alone; see `parse_json`.
+        is_strict: Reject duplicate names and numbers that are not finite; see `parse_json`.
 
     Raises:
-        OSError: It cannot be read.
+        OSError: The file cannot be read.
         ValueError: See `parse_json`.
     """
     try:

@@ -1,4 +1,4 @@
-"""Identifies processes across time: a process id alone does not, because ids are reused."""
+"""Identifies processes across time, for which a process id is not enough because ids are reused."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def process_ids() -> str:
-    """Return a name for the set of process ids that we see: containers on one host may each have their own."""
+    """Return the name of this process's pid namespace and boot: containers on one host may have their own ids."""
     return f"{BOOT_ID.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
 def started_ticks(pid: int) -> int | None:
-    """Return when a process started, None when it does not run. Ticks, unlike seconds, do not move with the clock."""
+    """Return the start time of a process, or None if it does not run. Ticks, unlike seconds, ignore clock changes."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # The name in parentheses may hold anything; behind it, state is the 1st word and the start time the 20th.
+    # The name in parentheses may contain anything; after it, the state is word 1 and the start time word 20.
     words = status.rpartition(")")[2].split()
     return None if words[0] in "ZX" else int(words[19])
 
 
 def user_name() -> str:
-    """Return this user's name, or the number where the machine has no name."""
+    """Return this user's name, or the id if the machine has no name for it."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):

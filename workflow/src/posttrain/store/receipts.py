@@ -1,10 +1,10 @@
-"""The receipt that proves a step done: written last, read by every step that uses what it names.
+"""The receipt that proves a step done: written last, and read by every step that uses the artefact.
 
     if claim(path, Receipt(step, (), inputs, settings), folder):
         ...                                                     # make the files
         write_receipt(path, Receipt(step, files, inputs, settings))
 
-Between the two nobody else makes the same artefact (`build_lock`).
+Between the two calls no other process makes the same artefact (`build_lock`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from posttrain.store.plain_json import read_json
 
 log = logging.getLogger(__name__)
 
-# Names the folder where whoever runs this step keeps copies of outputs that it updates, to put them back when it fails.
+# Folder in which the caller keeps copies of outputs that a step updates, to restore them if the step fails.
 BACKUPS_VARIABLE = "POSTTRAIN_BACKUPS"
 
 
@@ -41,10 +41,10 @@ class FileRecord:
     """One file of an artefact.
 
     Args:
-        path: Inside the artefact's folder, with "/"; whatever text is given is checked.
-        size_bytes: Its length.
-        xxh3_128: Hash of its content, 32 hex digits.
-        sha256: The Hub's hash of it, where the Hub gives one; checked when the file was fetched.
+        path: Path in the artefact's folder, with "/"; untrusted text is checked.
+        size_bytes: Size in bytes.
+        xxh3_128: Hash of the content, 32 hex digits.
+        sha256: The Hub's hash of the content, if the Hub has one; checked when the file was fetched.
     """
 
     path: RelativeName
@@ -60,13 +60,13 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Receipt:
-    """What a finished step made, from which inputs and settings.
+    """The outputs, inputs and settings of a finished step.
 
     Args:
         step: Name of the rule.
-        files: What it wrote, sorted by path.
-        inputs: Name -> digest of the receipt it was made from.
-        settings: What else decides the content.
+        files: Files that the step wrote, sorted by path.
+        inputs: Name -> digest of the input's receipt.
+        settings: Other values that determine the content.
     """
 
     step: str
@@ -81,7 +81,7 @@ class Receipt:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all files together."""
+        """Total size of all files in bytes."""
         return sum(record.size_bytes for record in self.files)
 
     def _content(self) -> dict[str, Any]:
@@ -95,18 +95,18 @@ class Receipt:
 
 
 def claim(path: Path, wanted: Receipt, folder: Path, sources: Iterable[Path] = (), parts: Iterable[Path] = ()) -> bool:
-    """Return whether an artefact has to be made; if so, this process is the only one to make it until `write_receipt`.
+    """Return whether an artefact has to be made; if so, this process holds its lock until `write_receipt`.
 
-    Another user's run may have made it since this one was planned. If another is making it, this waits for the other. A
-    receipt for something else than what is wanted, or for files that are gone, is removed.
+    Another user's run may have made the artefact since this run was planned. If another process is making it, wait for
+    that process. A receipt that does not match, or whose files are missing, is removed.
 
     Args:
-        path: Of the receipt.
-        wanted: What the receipt must say: step, inputs, at least these settings and files.
+        path: Path of the receipt.
+        wanted: The expected receipt: step, inputs, and at least these settings and files.
         folder: The artefact, under its final name.
-        sources: Files outside the store that it is made from; one that was written, or has taken another's place, after
-            the receipt makes it be made anew.
-        parts: Receipts of the parts it consists of; nobody makes them anew meanwhile.
+        sources: Input files outside the store; the artefact is remade if one was written or replaced after the
+            receipt.
+        parts: Receipts of the artefact's parts, which no other process remakes meanwhile.
     """
     sources = tuple(sources)
     if _is_made(path, wanted, folder, sources):
@@ -117,7 +117,7 @@ def claim(path: Path, wanted: Receipt, folder: Path, sources: Iterable[Path] = (
         log.info("%s: was made meanwhile", folder)
         build_lock.release(path)
         return False
-    # Should this step fail, nobody must put back the receipt of what it has changed.
+    # If this step fails, the old receipt of the changed files must not be restored.
     if backups := os.environ.get(BACKUPS_VARIABLE):
         (Path(backups) / path.relative_to(path.anchor)).unlink(missing_ok=True)
     path.unlink(missing_ok=True)
@@ -140,18 +140,18 @@ def _is_made(path: Path, wanted: Receipt, folder: Path, sources: Sequence[Path])
 
 
 def _changed(path: Path) -> float:
-    """Return when a file got its content or, with an older one, its name: `cp -p`, `mv` and `rsync -a` keep times."""
+    """Return when a file's content or inode last changed; `cp -p`, `mv` and `rsync -a` keep only the former."""
     status = path.stat()
     return max(status.st_mtime, status.st_ctime)
 
 
 def write_receipt(path: Path, receipt: Receipt, started: float | None = None) -> None:
-    """Make a step count as done. Call it last, after the data is on disk.
+    """Mark a step as done. Call this last, after the data is on disk.
 
     Args:
         path: See `receipt_of`.
-        receipt: What was made.
-        started: `time.time()` at the start of the step; goes into the log beside the receipt, not into the receipt.
+        receipt: The receipt.
+        started: `time.time()` at the start of the step, which is logged outside the receipt.
     """
     seconds = None if started is None else round(time.time() - started, 3)
     history = {
@@ -174,7 +174,7 @@ def read_receipt(path: Path) -> Receipt:
     """Read a receipt and verify its digest.
 
     Raises:
-        CheckpointError: When it is missing, unreadable, or its digest does not fit its content.
+        CheckpointError: The receipt is missing or unreadable, or its digest does not match its content.
     """
     try:
         row = read_json(path)
@@ -199,7 +199,7 @@ def read_records(path: Path) -> tuple[FileRecord, ...]:
     """Read a list of files with their hashes: a training checkpoint's `manifest.json`.
 
     Raises:
-        CheckpointError: It cannot be read, or is something else.
+        CheckpointError: The file cannot be read, or is not such a list.
     """
     try:
         rows = read_json(path)
@@ -229,11 +229,11 @@ def check_files(folder: Path, receipt: Receipt, content: bool = False) -> list[s
 
     Args:
         folder: The artefact.
-        receipt: What it should hold.
+        receipt: Its receipt.
         content: Also read every byte and compare the hashes.
 
     Returns:
-        One line per file that is missing, of another size or of other content; empty when all is well.
+        One line per file that is missing or has another size or content.
     """
     found = []
     for record in receipt.files:
@@ -251,7 +251,7 @@ def require_files(folder: Path, receipt_path: Path, content: bool = False) -> Re
     """Return the receipt of `folder` after `check_files`.
 
     Raises:
-        CheckpointError: Listing every file that is not as the receipt says, and what to do.
+        CheckpointError: Lists every file that differs from the receipt, and the remedy.
     """
     receipt = read_receipt(receipt_path)
     refuse_files(folder, receipt_path, check_files(folder, receipt, content))
@@ -259,20 +259,20 @@ def require_files(folder: Path, receipt_path: Path, content: bool = False) -> Re
 
 
 def refuse_files(folder: Path, receipt_path: Path, found: Sequence[str]) -> None:
-    """Say what is wrong with an artefact and what to do; nothing happens when nothing was found.
+    """Raise an error that lists an artefact's faults and the remedy, if there are any.
 
     Args:
         folder: The artefact.
         receipt_path: Its receipt.
-        found: One line per file that is not as the receipt says.
+        found: One line per file that differs from the receipt.
 
     Raises:
-        CheckpointError: With all lines.
+        CheckpointError: Contains all lines.
     """
     if not found:
         return
     listed = "\n  ".join(found)
-    # Parts check what they made by its hash, and make only what is wrong anew.
+    # Parts verify their files by hash and remake only damaged ones.
     parts = part_receipt_of(folder, "*")
     remedy = f"rm {receipt_path}{f' {parts}' if parts.parent.exists() else ''} and run again"
     raise CheckpointError(f"{folder} is not what its receipt says:\n  {listed}\n  remedy: {remedy}")

@@ -1,8 +1,8 @@
 """References into a shared store: one small file per run, written whenever a driver starts.
 
-A reference counts as long as the run's folder exists, and for some days after the last start where it does not: a run
-has no folder before its first step. A folder on a file system that is not mounted here counts as existing, and so does
-one that we may not look into: only who is told that there is none knows that it is gone.
+A reference is live as long as the run's folder exists and, because a run has no folder before its first step, for some
+days after the last start. A folder on a file system that is not mounted here counts as existing, and so does one
+without read permission: only an explicit "not found" proves that a folder is gone.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Reference:
     Args:
         run: The run's folder, absolute.
         results: The folder that holds it and other runs.
-        user: Whose run it is.
-        host: Where its driver was started last.
-        last_start_unix: When.
-        artefacts: What it uses, relative to the store.
+        user: Owner of the run.
+        host: Host of the driver's last start.
+        last_start_unix: Time of the driver's last start.
+        artefacts: Artefacts that the run uses, relative to the store.
     """
 
     run: str
@@ -48,18 +48,18 @@ class Reference:
     artefacts: tuple[RelativeName, ...]
 
     def __post_init__(self) -> None:
-        os.fspath(self.run), os.fspath(self.results)  # a number would be an open file
+        os.fspath(self.run), os.fspath(self.results)  # `open` takes a number for a file descriptor
         object.__setattr__(self, "artefacts", tuple(RelativeName(name) for name in self.artefacts))
 
     def is_live(self, unused_days: float) -> bool:
-        """Return whether what it names must be kept."""
+        """Return whether the referenced artefacts must be kept."""
         if not is_gone(self.run) or is_gone(self.results):
             return True
         return time.time() - self.last_start_unix < unused_days * SECONDS_PER_DAY
 
 
 def is_gone(path: str) -> bool:
-    """Return whether there is certainly nothing of that name: no permission, or a disk that fails, is not absence."""
+    """Return whether a path certainly does not exist; a missing permission or a failing disk does not prove that."""
     try:
         os.stat(path)
     except FileNotFoundError:
@@ -70,7 +70,7 @@ def is_gone(path: str) -> bool:
 
 
 def references_folder(store: Path) -> Path:
-    """Return where a store keeps its users."""
+    """Return the folder of a store's references."""
     return store / "users"
 
 
@@ -89,15 +89,15 @@ def read_references(store: Path) -> dict[Path, Reference]:
     """Return all references to a store, each with its file.
 
     Raises:
-        CheckpointError: One cannot be understood: nobody knows what it needs.
-        OSError: They are there and cannot be read.
+        CheckpointError: A reference is damaged, so the artefacts it protects are unknown.
+        OSError: A reference exists but cannot be read.
     """
     folder = references_folder(store)
     if is_gone(str(folder)):
         return {}
     found = {}
     for name in sorted(name for name in os.listdir(folder) if name.endswith(".json")):
-        with contextlib.suppress(FileNotFoundError):  # deleted since
+        with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
             found[folder / name] = _read(folder / name)
     return found
 

@@ -1,7 +1,7 @@
-"""A resolved configuration on disk: written once, when a command is given, and read by all its jobs.
+"""A resolved configuration on disk: written once, at the start of a command, and read by all its jobs.
 
-Its name is its content's digest, so that a job that waits in a queue sees what was planned, whatever has become of
-`config/` by then.
+Its name is the digest of its content, so a job that waited in a queue reads what was planned, even if `config/` has
+changed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from posttrain.store.durable import write_text
 
 
 def write_resolved(resolved: Resolved, folder: Path) -> Path:
-    """Write a configuration unless it is there as it should be; returns the file."""
+    """Write a configuration unless it already exists, and return the file."""
     content = (json.dumps(dataclasses.asdict(resolved), indent=1) + "\n").encode()
     path = folder / _name_of(content)
     if not path.is_file() or path.read_bytes() != content:
@@ -32,7 +32,7 @@ def read_resolved(path: Path) -> Resolved:
     """Read what `write_resolved` wrote.
 
     Raises:
-        CheckpointError: It is not there, not what was written, or of another version of this workflow.
+        CheckpointError: The file is missing, was changed, or belongs to another version of this workflow.
     """
     try:
         content = path.read_bytes()

@@ -1,7 +1,7 @@
-"""A model that another run has trained, as the source of this one: found by the run's name, held by its digest.
+"""The export of another run as the source of this one: found by the run's name, pinned by its digest.
 
-The digest of the export's receipt becomes `model.source.revision`, as a commit is for the Hub. It is part of the
-experiment and of the store's folder: another training under the same name is another source.
+The digest of the export's receipt becomes `model.source.revision`, like a commit of the Hub. It is part of the
+experiment and of the store's folder, so another training under the same name is another source.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ KEY, REVISION = "model.source.run", "model.source.revision"
 
 
 def with_pinned_source(resolved: Resolved) -> Resolved:
-    """Return the configuration with the digest of the export that it begins with; others as they are.
+    """Return the configuration with the digest of its source export, if its source is a run.
 
-    A digest that was given stands for itself where the run is gone: the store may hold what was taken of it.
+    If the run is gone, a digest that the user gave is kept, because the store may still contain the export.
 
     Raises:
-        ConfigError: The run has no export, or another one than was given.
-        CheckpointError: Its receipt cannot be read.
+        ConfigError: The run has no export, or one with another digest.
+        CheckpointError: The export's receipt cannot be read.
     """
     source = resolved.config.model.source
     if source.kind != "run":

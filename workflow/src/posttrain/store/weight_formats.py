@@ -1,7 +1,7 @@
-"""A checkpoint in another number format: which steps make it, by the format.
+"""The steps that write a checkpoint in another number format.
 
-Two rules make all of them, `quantize` and `finalize_quantized`; receipts keep the name of a step for each use, by which
-a store is read whatever version made it.
+The rules `quantize` and `finalize_quantized` write all formats; receipts keep one step name per use, so stores of older
+versions remain readable.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ class Recoding:
     source: str
 
 
-# What names of folders begin with: an export in FP8 lies in the store, where other names are models'.
+# Prefix of folder names: an export in FP8 is in the store, where the other names are models.
 EXPORT_FOLDER, START_FOLDER = "export_fp8", "rollout_start"
 ENGINES = Recoding("quantize_rollout_fp8", "finalize_rollout_fp8", "hf_patched")
-# What engines that begin empty read: config and tokenizer, and what they draft with.
+# Files for engines that start without weights: config, tokenizer and draft layers.
 START = Recoding("quantize_rollout_start", "finalize_rollout_start", "hf_patched")
 EXPORT = Recoding("quantize_export_fp8", "finalize_export_fp8", "hf_export")
 SERVING = Recoding("quantize_serving", "finalize_serving", "hf_patched")
-# The same of what was trained.
+# The same for trained weights.
 EXPORT_SERVING = Recoding("quantize_export_serving", "finalize_export_serving", "hf_export")
 BF16 = Recoding("cast_to_bf16", "finalize_bf16", "hf")
 RECODINGS = (ENGINES, START, EXPORT, SERVING, EXPORT_SERVING, BF16)
-# How the picture of the rules calls what `quantize` makes besides all of the model as it came.
+# Labels in the rule graph for other outputs of `quantize` than the source model in FP8.
 OTHER_QUANTISED = {"start": (START, START_FOLDER), "after": (EXPORT, EXPORT_FOLDER)}
 _RULES = {
     name: rule
@@ -47,11 +47,11 @@ _RULES = {
 
 
 def recoding_of(step: str) -> Recoding:
-    """Return the recoding of which a step makes the parts."""
+    """Return the recoding whose parts a step makes."""
     (found,) = (use for use in RECODINGS if use.step == step)
     return found
 
 
 def rule_of(step: str) -> str:
-    """Return the rule that runs a step of a receipt, or that logged under an older name; most have one name."""
+    """Return the rule of a step in a receipt, or of an older name in a log; most steps are named like their rule."""
     return _RULES.get(step, CURRENT_RULES.get(step, step))
