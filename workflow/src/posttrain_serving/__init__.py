@@ -1,6 +1,6 @@
-"""Annex: how a checkpoint is served, how fast an endpoint answers, and what a precision costs.
+"""Annex: serving a checkpoint, the speed of an endpoint, and the quality loss of a precision.
 
-Doors: `posttrain serve` (`command.main`), `posttrain benchmark` (`benchmark.command.main`), and the rules
-`benchmark_serving`, `ask_precision` and `compare_precisions`, whose scripts import it. Takes engines, plans and
-checkpoints from `posttrain`. docs/serving.md, docs/evaluation.md and docs/checkpoints.md are its pages.
+Entry points: `posttrain serve` (`command.main`), `posttrain benchmark` (`benchmark.command.main`), and the rules
+`benchmark_serving`, `ask_precision` and `compare_precisions`. Engines, plans and checkpoints come from `posttrain`. See
+docs/serving.md, docs/evaluation.md and docs/checkpoints.md.
 """

@@ -1,4 +1,4 @@
-"""Checks that a folder in NVFP4 has measured activation scales."""
+"""Checks that a checkpoint in NVFP4 has measured activation scales."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from pathlib import Path
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
 from posttrain.errors import ConfigError, Problem
 
-# Set to 1 by whoever wants a folder served that nobody has calibrated.
+# Set it to 1 to serve a checkpoint without calibration.
 UNCALIBRATED_VARIABLE = "POSTTRAIN_SERVE_UNCALIBRATED"
 _SCALE = ".input_scale"
 
 
 def check_scales(folder: Path) -> None:
-    """Refuse a folder whose activations would be quantised by a scale of 1, which stands for no measurement.
+    """Reject a checkpoint whose activation scales are all 1, which means that they were never measured.
 
     Args:
-        folder: A checkpoint in NVFP4; one without any shard is not looked at.
+        folder: A checkpoint in NVFP4; without shards, nothing is checked.
 
     Raises:
-        CheckpointError: A shard is missing or cut off; the text names it.
+        CheckpointError: A shard is missing or truncated; the message names it.
         ConfigError: All of its `input_scale` are 1.
     """
     if not any(folder.glob("*.safetensors")):

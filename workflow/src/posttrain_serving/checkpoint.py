@@ -19,7 +19,7 @@ from posttrain.store import Paths, receipt_of
 from posttrain_serving.activation_scales import check_scales
 
 CONFIG_FILE, RESOLVED_FILE = "config.json", "config.resolved.yaml"
-# The same weights in other precisions, as the seeds of this project name them: `sglang-glm5-cookbook.txt`,
+# Repositories with the same weights in other precisions; from `sglang-glm5-cookbook.txt` and
 # `glm5-nvfp4-model-card.txt`.
 FORMS = {"zai-org/GLM-5": {"fp8": "zai-org/GLM-5-FP8", "nvfp4": "lukealonso/GLM-5-NVFP4"}}
 _PRECISION = re.compile(r"(?P<precision>fp8|bf16|nvfp4)(v\d+)?")
@@ -31,15 +31,15 @@ class Checkpoint:
     """Weights to serve.
 
     Args:
-        place: A folder, or the name of a repository.
-        name: What clients call the model.
-        architecture: Its dimensions.
+        place: A folder, or the name of a Hub repository.
+        name: Served model name.
+        architecture: The model's dimensions.
         precision: "bf16", "fp8" or "nvfp4".
-        is_folder: `place` is one.
-        missing: What makes the folder, where it is not there yet.
-        hardware: What the model's file is planned for; empty: not known.
-        method: What its `config.json` calls its quantisation; empty: not known, or none.
-        revision: The commit of a repository that its model's file pins; empty: none is pinned.
+        is_folder: Whether `place` is a folder.
+        missing: The command that makes the folder, if it does not exist yet.
+        hardware: Hardware of the model's file; empty: unknown.
+        method: Quantisation method of its `config.json`; empty: unknown, or none.
+        revision: Commit of the repository that the model's file pins; empty: none.
     """
 
     place: str
@@ -54,17 +54,17 @@ class Checkpoint:
 
 
 def find_checkpoint(what: str, precision: str, folders: Iterable[Path], results: Path) -> Checkpoint:
-    """Return the checkpoint that a name on the command line means.
+    """Return the checkpoint that a command-line argument names.
 
     Args:
         what: A folder, a run, a model of `config/models`, or a repository of the Hub.
-        precision: The one asked for; empty: the checkpoint's own.
-        folders: Folders laid out as `config/`.
-        results: Where runs lie.
+        precision: Requested precision; empty: the checkpoint's own.
+        folders: Folders with the layout of `config/`.
+        results: Folder of runs.
 
     Raises:
-        ConfigError: Nothing is known of it, or not in this precision.
-        CheckpointError: `config.json` of a folder is missing or none.
+        ConfigError: The checkpoint is unknown, or does not exist in this precision.
+        CheckpointError: `config.json` of a folder is missing or invalid.
     """
     folders = list(folders)
     if Path(what).expanduser().is_dir():
@@ -83,10 +83,10 @@ def find_checkpoint(what: str, precision: str, folders: Iterable[Path], results:
 
 
 def of_run(resolved: Resolved, precision: str) -> Checkpoint:
-    """Return the checkpoint that a run has exported or will export.
+    """Return the checkpoint that a run exports.
 
     Raises:
-        ConfigError: It is not made in this precision.
+        ConfigError: The run does not export this precision.
     """
     paths, model = Paths(resolved), resolved.config.model
     serving = resolved.config.serving
@@ -125,7 +125,7 @@ def _of_model(config: Config, precision: str) -> Checkpoint:
 
 
 def _of_repository(what: str, precision: str, known: dict[str, str], folders: list[Path]) -> Checkpoint:
-    """A repository is a model of ours under its name, which may end with the precision."""
+    """Match a repository to a model of ours by its name, which may end with the precision."""
     plain = plain_name(what.rpartition("/")[2])
     for name, model in known.items():
         rest = plain.removeprefix(name)
@@ -142,26 +142,26 @@ def _of_repository(what: str, precision: str, known: dict[str, str], folders: li
 
 
 def _pinned(repository: str, config: Config) -> str:
-    """Return the commit that a model's file pins of a repository; "" where it pins none."""
+    """Return the commit that a model's file pins for a repository; "" if it pins none."""
     source = config.model.source
     return source.revision if source.repo_id == repository and source.revision != UNPINNED else ""
 
 
 def served_name(repository: str) -> str:
-    """Return what clients call a repository's model: zai-org/GLM-5-FP8 is glm-5."""
+    """Return a repository's served model name: zai-org/GLM-5-FP8 is glm-5."""
     name = repository.rpartition("/")[2].lower()
     return re.sub(r"[-_.](fp8|bf16|nvfp4)([-_.]v\d+)?$", "", name)
 
 
 def _in_form(found: Checkpoint, precision: str) -> Checkpoint:
-    """Return the repository that has the same weights in the precision asked for, if one is known."""
+    """Return the repository with the same weights in the requested precision, if one is known."""
     if precision in FORMS.get(found.place, {}):
         return replace(found, place=FORMS[found.place][precision], precision=precision, revision="")
     return _checked(found, precision)
 
 
 def _checked(found: Checkpoint, precision: str) -> Checkpoint:
-    """Return the checkpoint, if it has the precision that was asked for."""
+    """Return the checkpoint if it has the requested precision."""
     if not precision or precision == found.precision:
         return found
     made = {"fp8": "finalize_rollout_fp8", "nvfp4": "finalize_serving", "bf16": "finalize_bf16"}[precision]

@@ -1,4 +1,4 @@
-"""Show how a checkpoint is served on a machine, serve it here in the foreground, or check a server that runs."""
+"""Print the command that serves a checkpoint on a machine, serve it in the foreground, or check a running server."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ from posttrain_serving.servers import (
 )
 from posttrain_serving.slurm_servers import job_of_this_process, place_in_job, stop, submit
 
-# What `site=` and `configs=` say of where files are; any other word describes the run whose export is served.
+# These keys only locate files; any other argument describes the run whose export is served.
 PLACES = ("site", "configs")
-# The package whose kernels vLLM compiles, below the folder of its program: one's own, else the one that it brings.
+# DeepGEMM, whose kernels vLLM compiles: installed separately or with vLLM, relative to its environment.
 DEEP_GEMM = tuple(
     f"lib/python3*/{packages}/{name}"
     for name in ("deep_gemm", "vllm/third_party/deep_gemm")
     for packages in ("site-packages", "dist-packages")
 )
 CUTLASS = "include/cutlass/cutlass.h"
-# A server that is asked whether it is right says itself that it is ready.
+# A checked server should already be healthy.
 CHECK_SECONDS = 30.0
 
 
@@ -63,7 +63,7 @@ def main(
     stops: bool,
     **options: Any,
 ) -> None:
-    """Find the checkpoint, put the command together, and show it or run it; or ask or end a server that runs."""
+    """Find the checkpoint and plan the launch, then print or run it; or check or stop a running server."""
     serve_request = ServeRequest.of(options)
     request = read_request(CONFIG_DIR, files, words)
     place = {key: request[key] for key in PLACES if request.get(key)}
@@ -117,7 +117,7 @@ def _find(
 
 
 def _machine(hardware: str, place: dict[str, Any]) -> Resolved:
-    """Return a configuration with the hardware; its model is a small one and not looked at."""
+    """Return a configuration with the hardware; its model is a small placeholder."""
     if not hardware:
         known = ", ".join(_hardware_names(place))
         raise ConfigError([Problem("--hardware", "not given", known, "say what it is to be served on")])
@@ -135,10 +135,10 @@ def _hardware_names(place: dict[str, Any]) -> list[str]:
 
 
 def _check(address: str, checkpoint: Checkpoint) -> None:
-    """Hold a server against a checkpoint's canary, and say how near it is.
+    """Compare a server with a checkpoint's reference log-probabilities, and print the difference.
 
     Raises:
-        ConfigError: The checkpoint has none, or the server serves something else or cannot be asked.
+        ConfigError: The checkpoint has none, the server's weights differ, or the server does not answer.
     """
     canary = read_reference_logprobs(Path(checkpoint.place)) if checkpoint.is_folder else None
     if canary is None:
@@ -157,7 +157,7 @@ def _check(address: str, checkpoint: Checkpoint) -> None:
 
 
 def _check_launch(launch: Launch, serve_request: ServeRequest, checkpoint: Checkpoint) -> None:
-    """Reject a launch that must be started by hand or whose files are missing."""
+    """Reject a launch that needs files or several engines, or whose checkpoint is missing."""
     key, remedy = "serve", "--print shows it; start it where it belongs"
     if launch.files or serve_request.prefill_apart:
         what = f"files for {serve_request.engine}" if launch.files else f"{len(launch.processes)} processes"
@@ -169,7 +169,7 @@ def _check_launch(launch: Launch, serve_request: ServeRequest, checkpoint: Check
 def _submit(
     launch: Launch, serve_request: ServeRequest, config: Config, results: Path, server: Server, words: Sequence[str]
 ) -> None:
-    """Submit a job that serves on as many nodes as it takes, and tell of it."""
+    """Submit a job with the launch's number of nodes, and print its number."""
     found = list(_without_secret(launch.processes[0]))
     if serve_request.host in LOCAL:
         allowed = "an address that others reach, such as 0.0.0.0"
@@ -186,7 +186,7 @@ def _submit(
 
 
 def _spelled(files: Sequence[Path], hardware: str, options: Mapping[str, Any]) -> list[str]:
-    """Return options as words of a command line."""
+    """Return options as command-line arguments."""
     named = {"hardware": hardware, **options}
     spelled = {f"--{name.replace('_', '-')}": value for name, value in named.items() if value}
     words = [word for flag, value in spelled.items() for word in ([flag] if value is True else [flag, str(value)])]
@@ -202,7 +202,7 @@ def _serve(
     server: Server,
     rank: int,
 ) -> int:
-    """Run the engine in the foreground, or this node's part of it; returns its exit code."""
+    """Run the engine, or this node's part of it, in the foreground; return its exit code."""
     if len(launch.processes) > 1 and not server.job:
         allowed, remedy = "one engine on this machine", "site= of a SLURM serves it as a job; --print shows it"
         raise ConfigError([Problem("serve", f"{len(launch.processes)} processes", allowed, remedy)])
@@ -223,7 +223,7 @@ def _without_secret(process: Process) -> Iterator[Problem]:
 
 
 def _lacking(process: Process, launch: Launch) -> Iterator[Problem]:
-    """Yield what this machine lacks to start an engine."""
+    """Yield what this machine lacks to start the engine."""
     remedy = "--print shows the command"
     if not shutil.which(process.argv[0]):
         found = f"no {process.argv[0]} on PATH"
@@ -239,6 +239,6 @@ def _lacking(process: Process, launch: Launch) -> Iterator[Problem]:
 
 
 def _deep_gemm_of(program: str) -> Path | None:
-    """Return DeepGEMM's package beside a program; None without one: then nothing of it is compiled."""
+    """Return DeepGEMM's package in a program's environment; None without one, when nothing is compiled."""
     found = Path(shutil.which(program) or program).resolve()
     return next((path for pattern in DEEP_GEMM for path in sorted(found.parent.parent.glob(pattern))), None)

@@ -1,4 +1,4 @@
-"""How fast a launch is expected to serve, by the planner's roofline."""
+"""Predicts the serving speed of a launch with the planner's roofline."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from posttrain_serving.serve_request import ServeRequest
 
 
 def expected_speed(serve_request: ServeRequest, precision: str, config: Config, size: Size) -> tuple[ServedRow, ...]:
-    """Return a row for some numbers of clients, each request of 2,048 and 512 tokens, the cache in BF16, no drafts.
+    """Return one row per number of clients, for requests of 2,048 input and 512 output tokens, BF16 cache, no drafts.
 
-    Nothing for the embedded engine, engines that prefill apart, and what `is_predicted` says: they are not predicted.
+    Empty for the embedded engine, separate prefill engines, and other cases that `is_predicted` excludes.
 
     Args:
-        serve_request: What is asked for.
-        precision: Of the weights.
-        config: With the engine as it is started.
-        size: Of one engine.
+        serve_request: The request.
+        precision: Precision of the weights.
+        config: Its engine is configured as it will be started.
+        size: Size of one engine.
     """
     arch, apart = config.model.architecture, size.attention == "data_parallel"
     weights = weights_bytes_per_gpu(arch, size.num_gpus, precision, size.attention)

@@ -1,7 +1,7 @@
-"""How many GPUs an engine needs, by the planner's memory of an engine, and what fits where it does not.
+"""Chooses an engine's number of GPUs by the planner's memory model, or the nearest alternatives that fit.
 
-The smallest size that fits is the one that the guides name: all rows of SGLang's cookbook for GLM-5, vLLM's two
-commands and the card of the NVFP4 checkpoint.
+The smallest size that fits equals that of all guides: every row of SGLang's cookbook for GLM-5, vLLM's two commands and
+the model card of the NVFP4 checkpoint.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ MOST_NODES = 64
 
 @dataclass(frozen=True)
 class Size:
-    """One engine.
+    """Size of one engine.
 
     Args:
-        num_gpus: Its GPUs.
-        nodes: The nodes that they are on.
+        num_gpus: Number of GPUs.
+        nodes: Number of nodes.
         attention: "tensor_parallel" or "data_parallel"; see `plan.sizing.engine`.
-        gib_per_gpu: Weights and one long request on each GPU.
+        gib_per_gpu: Memory of weights and one long request per GPU.
     """
 
     num_gpus: int
@@ -36,16 +36,16 @@ class Size:
 
 
 def choose_size(serve_request: ServeRequest, precision: str, config: Config, others: Sequence[Hardware] = ()) -> Size:
-    """Return the smallest engine that fits, or that of the nodes asked for.
+    """Return the smallest engine that fits, or the engine on the requested nodes.
 
     Args:
-        serve_request: What is asked for.
-        precision: Of the weights.
-        config: With the hardware and the model.
-        others: Further hardware, for the nearest that works.
+        serve_request: The request.
+        precision: Precision of the weights.
+        config: Has the hardware and the model.
+        others: Further hardware to suggest.
 
     Raises:
-        ConfigError: It does not fit; with the nearest that does.
+        ConfigError: It does not fit; the message suggests the nearest alternatives.
     """
     hardware = config.hardware
     found = _size(serve_request, precision, config.model.architecture, hardware)
@@ -65,13 +65,13 @@ def choose_size(serve_request: ServeRequest, precision: str, config: Config, oth
 
 
 def attention_of(serve_request: ServeRequest, arch: Architecture) -> str:
-    """Return how requests are spread: for throughput each GPU of a model with experts has its own."""
+    """Return the attention layout: for throughput, each GPU of an MoE model attends to its own requests."""
     apart = serve_request.engine == "sglang" and serve_request.goal == "throughput" and arch.n_routed_experts > 0
     return "data_parallel" if apart else "tensor_parallel"
 
 
 def kept_as(serve_request: ServeRequest, precision: str, hardware: Hardware) -> str:
-    """Return the precision in which weights lie in memory: the embedded engine dequantises them."""
+    """Return the precision of weights in memory: the embedded engine dequantises them."""
     if serve_request.engine != "embedded":
         return precision
     return "fp32" if hardware.device == "cpu" else "bf16"
@@ -88,12 +88,12 @@ def _size(serve_request: ServeRequest, precision: str, arch: Architecture, hardw
 
 
 def _sizes(serve_request: ServeRequest, arch: Architecture, hardware: Hardware) -> list[int]:
-    """Return sizes, smallest first, over which the heads can be spread."""
+    """Return the sizes by which the number of heads is divisible, smallest first."""
     if serve_request.engine == "embedded" or hardware.device == "cpu":
         return [1]
     node = hardware.gpus_per_node
     if serve_request.nodes:
-        # Prefill and decode have half of the nodes each.
+        # Prefill and decode engines get half of the nodes each.
         candidates = [
             node * max(serve_request.nodes // 2, 1) if serve_request.prefill_apart else node * serve_request.nodes
         ]
@@ -115,7 +115,7 @@ def _nearest(serve_request: ServeRequest, precision: str, config: Config, others
         yield f"--nodes {nodes} ({counted(larger.num_gpus, 'GPU')})"
     if serve_request.goal == "throughput" and _size(replace(serve_request, goal="latency"), precision, arch, hardware):
         yield "--goal latency, which needs less"
-    # The embedded engine is one GPU, whichever the hardware; SGLang spreads the same weights over several.
+    # The embedded engine uses one GPU on any hardware; SGLang distributes the same weights over several.
     if serve_request.engine == "embedded" and (
         spread := _size(replace(free, engine="sglang"), precision, arch, hardware)
     ):

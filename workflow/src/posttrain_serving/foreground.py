@@ -1,4 +1,4 @@
-"""Runs an engine in the foreground: it is ready once it serves the exported weights, and ends with this process."""
+"""Runs an engine in the foreground: ready once it serves the exported weights, ended with this process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class ToldToEndError(SystemExit):
-    """A signal has asked this process to end; its code is the shell's for that signal."""
+    """A signal requested the end of this process; the exit code is the shell's for that signal."""
 
 
 def serve_in_foreground(
@@ -39,19 +39,19 @@ def serve_in_foreground(
     precision: str,
     ready_seconds: float,
 ) -> int:
-    """Start an engine, hold it against its checkpoint's canary, and wait for its end; returns its exit code.
+    """Start an engine, check it against its checkpoint's reference log-probabilities, and return its exit code.
 
     Args:
-        process: What is started.
-        url: Where it will answer; empty: another one answers for it.
-        folder: The checkpoint; None where it is not on this machine.
-        precision: Of its weights.
-        ready_seconds: It must be healthy within this.
+        process: The process to start.
+        url: URL of the engine; empty: another node's engine process serves requests.
+        folder: The checkpoint; None if it is not on this machine.
+        precision: Precision of its weights.
+        ready_seconds: Time limit to become healthy.
 
     Raises:
-        ConfigError: It serves something else than what was exported; it has been ended.
-        RuntimeError: It did not become healthy in time, or cannot be asked; the same.
-        CheckpointError: The canary cannot be read.
+        ConfigError: The engine serves other weights than the export; it was ended.
+        RuntimeError: The engine did not become healthy in time or does not answer; it was ended.
+        CheckpointError: The reference log-probabilities are unreadable.
     """
     canary = read_reference_logprobs(folder) if folder else None
     secret = os.environ.get(SECRET_VARIABLE, "") if process.is_ours else ""
@@ -81,14 +81,14 @@ def _wait(child: psutil.Popen) -> int:
 
 @contextmanager
 def told_to_end() -> Iterator[None]:
-    """Raise where a signal asks to end, once: what follows is the end itself."""
+    """Raise at the first signal to end; ignore further ones."""
 
     def end(number: int, _: FrameType | None) -> None:
         for one in ENDING:
             signal.signal(one, signal.SIG_IGN)
         raise ToldToEndError(128 + number)
 
-    # A process that the shell told to ignore a signal, with nohup or `&`, keeps ignoring it.
+    # With nohup or `&` the shell makes a process ignore a signal; keep ignoring it.
     heard = [one for one in ENDING if signal.getsignal(one) is not signal.SIG_IGN]
     before = {one: signal.signal(one, end) for one in heard}
     try:

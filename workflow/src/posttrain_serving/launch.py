@@ -1,7 +1,7 @@
 """Plans a launch: from a request and a checkpoint to processes, their files, and notes.
 
-The flags are those of `plan.flags`, where training's are; here engine, checkpoint, address and place among nodes are
-put together.
+Flags come from `plan.flags`, as for training, and from `flags`; this module adds engine, checkpoint, address and node
+rank.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from posttrain_serving.flags.vllm_flags import MEMORY_UTILIZATION, compiled_at_s
 from posttrain_serving.notes import notes_of
 from posttrain_serving.serve_request import LOCAL, ServeRequest, check_serve_request
 
-# Where nodes of one engine meet, and engines that prefill those that decode; below the ports of outgoing connections.
+# Ports of the rendezvous of an engine's nodes, and of prefill and decode engines; below the ephemeral ports.
 MEETING_PORT, BOOTSTRAP_PORT = 20000, 8998
 PLACE = "this node's place among those of the engine"
 
@@ -46,11 +46,11 @@ class Process:
     """One process to start.
 
     Args:
-        title: What it is.
-        program: What starts it, the checkpoint included where it stands before all flags.
-        flags: Its command line.
-        environment: Variables that it gets.
-        is_ours: It obeys whoever shows the secret of `rl.engines.secret`.
+        title: Title of the process.
+        program: The program and, if it precedes all flags, the checkpoint.
+        flags: Flags of the command line.
+        environment: Environment variables.
+        is_ours: Requires the secret of `rl.engines.secret` in requests.
     """
 
     title: str
@@ -67,17 +67,17 @@ class Process:
 
 @dataclass(frozen=True)
 class Launch:
-    """All that is needed to serve a checkpoint.
+    """The complete plan for serving a checkpoint.
 
     Args:
-        headline: What it is, in a sentence.
-        processes: To start, each on a node of its own but for a router.
-        files: Name -> content, of what has to lie where an engine is started.
-        notes: What is to be known before.
-        size: Of one engine.
-        expected: How fast it is; empty where that is not predicted.
-        ready_seconds: Within which it has to be healthy.
-        compiles: What an engine compiles at its first start, with a compiler of this machine; empty: nothing.
+        headline: Summary in one sentence.
+        processes: Processes to start, each on its own node except a router.
+        files: Name -> content of files that must be in the engine's working folder.
+        notes: Notes to read before the start.
+        size: Size of one engine.
+        expected: Expected speed; empty if not predicted.
+        ready_seconds: Time limit to become healthy.
+        compiles: Kernels that the engine compiles on this machine at its first start; empty: none.
     """
 
     headline: str
@@ -93,16 +93,16 @@ class Launch:
 def plan_launch(
     serve_request: ServeRequest, checkpoint: Checkpoint, config: Config, others: Sequence[Hardware] = ()
 ) -> Launch:
-    """Return how a checkpoint is served.
+    """Return the launch plan of a checkpoint.
 
     Args:
-        serve_request: What is asked for.
-        checkpoint: What is served.
-        config: With the hardware; its model and engine are not looked at.
-        others: Further hardware, which may be the nearest that works.
+        serve_request: The request.
+        checkpoint: The checkpoint.
+        config: Has the hardware; its model and engine are ignored.
+        others: Further hardware to suggest.
 
     Raises:
-        ConfigError: The hardware or the engine cannot, with the nearest that works.
+        ConfigError: The hardware or engine does not support the request; the message names the nearest alternative.
     """
     model = replace(config.model, name=checkpoint.name, architecture=checkpoint.architecture)
     config = replace(config, model=model)
@@ -125,13 +125,13 @@ def plan_launch(
 
 
 def url_of(serve_request: ServeRequest) -> str:
-    """Return where an engine on this machine answers who asks from here."""
+    """Return the URL of an engine on this machine for local clients."""
     host = "127.0.0.1" if serve_request.host in ("0.0.0.0", "::", "localhost") else serve_request.host
     return f"http://{f'[{host}]' if ':' in host else host}:{serve_request.port}"
 
 
 def engine_config(serve_request: ServeRequest, checkpoint: Checkpoint, config: Config, size: Size) -> Config:
-    """Return the configuration with the engine that serves, from which the tables of flags are read."""
+    """Return the configuration with the serving engine, from which flags are derived."""
     hardware, arch = config.hardware, checkpoint.architecture
     drafts = serve_request.goal == "latency" and arch.num_nextn_predict_layers > 0 and hardware.kernels.speculative
     engine = replace(
@@ -146,7 +146,7 @@ def engine_config(serve_request: ServeRequest, checkpoint: Checkpoint, config: C
         dp_attention=size.attention == "data_parallel",
         dtype="float32" if hardware.device == "cpu" else "bfloat16",
         mem_fraction_static=_mem_fraction(serve_request, checkpoint, hardware, size),
-        # Its card has no drafts, and a community's checkpoint may lack the layer.
+        # The NVFP4 model card has no drafts, and a community checkpoint may lack the MTP layer.
         mtp_steps=MTP_STEPS if drafts and checkpoint.precision != "nvfp4" else 0,
         pd=PrefillDecode(int(serve_request.prefill_apart), size.num_gpus),
     )
@@ -194,7 +194,7 @@ def _revision(checkpoint: Checkpoint) -> list[Flag]:
 
 
 def _router(serve_request: ServeRequest) -> Process:
-    """One address for both kinds: a router sends each request to a pair. Training needs none (`prefill_pairs`)."""
+    """Return a router: one address that sends each request to a pair. Training needs none (`prefill_pairs`)."""
     flags = (
         flag("--pd-disaggregation", True, reason="each request goes to an engine that prefills and one that decodes"),
         flag(
@@ -264,7 +264,7 @@ def _trusted(checkpoint: Checkpoint) -> list[Flag]:
 
 def _address(serve_request: ServeRequest, role: str) -> list[Flag]:
     is_local = serve_request.host in LOCAL
-    # The router comes from another node: this engine's own address, and no other of its node's.
+    # The router runs on another node, so listen on this node's address for that network only.
     host = _host_of(role, 0) if role != UNIFIED and is_local else serve_request.host
     reason = "asked for: who reaches it may ask"
     if is_local:

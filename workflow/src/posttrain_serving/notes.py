@@ -1,4 +1,4 @@
-"""Notes before an engine is started: what is left out and why, what takes long, what may go wrong."""
+"""Notes before an engine is started: omitted features and why, slow steps, possible failures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from posttrain_serving.serve_request import ServeRequest
 
 
 def notes_of(serve_request: ServeRequest, checkpoint: Checkpoint, config: Config, flags: Iterable[Flag]) -> list[str]:
-    """Return sentences, the most important first."""
+    """Return notes as sentences, most important first."""
     found = [f"{checkpoint.place} is not there yet: {checkpoint.missing}"] if checkpoint.missing else []
     if config.nodes > 1 or serve_request.prefill_apart:
         found.append("node0, prefill0 and decode0 stand for addresses of the nodes; each command runs on its own")

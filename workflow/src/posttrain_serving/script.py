@@ -1,4 +1,4 @@
-"""A launch as a shell script that explains itself: commands, files, patch, and the reason of each flag as comments."""
+"""Renders a launch as a commented shell script: commands, files, patch, and each flag's reason."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from posttrain_serving.checkpoint import Checkpoint
 from posttrain_serving.launch import Launch, Process
 
 WIDTH = 120
-# What TensorRT-LLM's guide changes, where the files are not here to be compared.
+# The changes of TensorRT-LLM's guide, shown if the files are not here.
 GUIDE_CHANGES = (
     'config.json: "model_type" becomes "deepseek_v32"',
     'tokenizer_config.json: "tokenizer_class" becomes "PreTrainedTokenizerFast" where it is "TokenizersBackend"',
@@ -32,11 +32,11 @@ PATCHED = "glm_moe_dsa"
 
 
 def render(launch: Launch, checkpoint: Checkpoint, origins: Mapping[str, str]) -> str:
-    """Return the script.
+    """Return the script as text.
 
     Args:
-        launch: What is started.
-        checkpoint: What is served.
+        launch: The launch plan.
+        checkpoint: The served checkpoint.
         origins: Dotted key -> the layer that set it.
     """
     parts = [_comment(launch.headline)]
@@ -53,10 +53,10 @@ def render(launch: Launch, checkpoint: Checkpoint, origins: Mapping[str, str]) -
 
 
 def patch_of(checkpoint: Checkpoint) -> str:
-    """Return the changes of config and tokenizer that older stacks need, as a patch where the files are here.
+    """Return the changes of config and tokenizer for older stacks, as a patch if the files are here.
 
     Raises:
-        CheckpointError: A file is not one that can be changed so; see `alias_changes`.
+        CheckpointError: A file cannot be changed; see `alias_changes`.
     """
     folder = Path(checkpoint.place)
     if not (checkpoint.is_folder and folder.is_dir()):
@@ -102,7 +102,7 @@ def _speed(expected: Sequence[ServedRow]) -> Iterable[str]:
 
 
 def reason_of(item: Flag, origins: Mapping[str, str]) -> str:
-    """Return why a flag has its value: in words, and by which key of which file."""
+    """Return the reason of a flag's value, and the key and file that set it."""
     files = [f"{key} in {origins[key]}" for key in item.keys if key.startswith("hardware.") and key in origins]
     named = ", ".join(files) or ", ".join(item.keys)
     return f"{item.reason} ({named})" if item.reason and files else item.reason or named

@@ -1,4 +1,4 @@
-"""What a user wants to serve, and on which hardware."""
+"""The request to serve a checkpoint on some hardware."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from posttrain.config.schema import Config, Hardware
 from posttrain.errors import Problem
 
 ENGINES = ("sglang", "vllm", "trtllm", "embedded")
-# Addresses that nobody else reaches.
+# Loopback addresses.
 LOCAL = ("127.0.0.1", "localhost")
 PRECISIONS = ("bf16", "fp8", "nvfp4")
 GOALS = ("latency", "throughput")
-# Of TensorRT-LLM's guide and of our embedded engine: the formats that they are started with.
+# Precisions that an engine supports: from TensorRT-LLM's guide, and of our embedded engine.
 TAKEN = {"trtllm": ("nvfp4",), "embedded": ("bf16", "fp8")}
-# Of the compute capability: SM100 and its successor in the same line, which the guide names; RTX GPUs have 12.
+# Prefix of the compute capability: SM100 and its successor, which the guide names; RTX GPUs have 12.
 DATA_CENTER_BLACKWELL = "10."
 _WHY = {
     "nvfp4": ": NVFP4 needs a Blackwell GPU",
@@ -26,20 +26,20 @@ _WHY = {
 
 @dataclass(frozen=True)
 class ServeRequest:
-    """How a checkpoint is to be served.
+    """Options for serving a checkpoint.
 
     Args:
         engine: One of `ENGINES`.
-        nodes: How many; 0: as few as it needs.
-        precision: One of `PRECISIONS`; empty: that of the checkpoint.
+        nodes: Number of nodes; 0: as few as possible.
+        precision: One of `PRECISIONS`; empty: the checkpoint's.
         goal: One of `GOALS`.
         host: Address to listen on.
-        port: The same.
-        name: What clients call the model; empty: after the checkpoint.
-        prefill_apart: Engines that only prefill, beside others that decode.
-        index_cache: GLM-5's layers take over the choice of keys of layers before.
+        port: Port to listen on.
+        name: Served model name; empty: derived from the checkpoint.
+        prefill_apart: Use separate prefill and decode engines.
+        index_cache: Layers of GLM-5 share the choice of keys of earlier layers.
         python: Interpreter of SGLang's environment; empty: the first on PATH.
-        first_node: Where the nodes of an engine meet; empty: a name that stands for it.
+        first_node: Rendezvous address of an engine's nodes; empty: a placeholder name.
     """
 
     engine: str = "sglang"
@@ -56,20 +56,20 @@ class ServeRequest:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> ServeRequest:
-        """Return what a command line asks for."""
+        """Return the request of command-line options."""
         return cls(**{name: value for name, value in options.items() if value is not None})
 
 
 def check_serve_request(
     serve_request: ServeRequest, precision: str, config: Config, others: Sequence[Hardware] = ()
 ) -> Iterator[Problem]:
-    """Yield what the hardware or the engine does not know, each with the nearest that works.
+    """Yield options that the hardware or the engine does not support, each with the nearest alternative.
 
     Args:
-        serve_request: What is asked for.
-        precision: Of the checkpoint.
-        config: With the hardware and the model.
-        others: Further hardware, for the nearest that works.
+        serve_request: The request.
+        precision: Precision of the checkpoint.
+        config: Has the hardware and the model.
+        others: Further hardware to suggest.
     """
     yield from _check_format(serve_request, precision, config.hardware, others)
     yield from _check_engine(serve_request, config.hardware)
@@ -77,7 +77,7 @@ def check_serve_request(
 
 
 def computed_with(serve_request: ServeRequest, hardware: Hardware) -> list[str]:
-    """Return the formats in which an engine can serve on some hardware, the widest first."""
+    """Return the precisions in which an engine can serve on some hardware, widest first."""
     if hardware.device == "cpu":
         known = (
             ["bf16", "fp8"] if serve_request.engine == "embedded" else ["bf16"]

@@ -1,10 +1,10 @@
-"""Registers servers: a file for each in the results folder, and leases on ports and GPUs.
+"""Registers servers: a file per server in the results folder, and leases on ports and GPUs.
 
-    serving/{server}.json            what is served, at which address, in which job
-    serving/leases/{machine}/port-8000, gpu-0   held as long as the server lives (`store.lease`)
+    serving/{server}.json                       checkpoint, address and job
+    serving/leases/{machine}/port-8000, gpu-0   held while the server runs (`store.lease`)
 
-A server takes the leases before it takes a GPU, and its file goes with it. Where it was killed its file stays, and the
-leases tell that nobody holds them.
+A server takes its leases before its GPUs, and deletes its file when it ends. After a kill the file remains, but its
+leases have no living holder.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from posttrain.store.lease import Holder, JobIsAlive, Lease, LeaseHeldError, is_
 log = logging.getLogger(__name__)
 
 FOLDER = "serving"
-# Which of a node's GPUs a process sees, in NVIDIA's words and in AMD's.
+# Environment variables that limit the visible GPUs, of NVIDIA and AMD.
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
 
@@ -34,14 +34,14 @@ class Server:
     """A server, as recorded in its file.
 
     Args:
-        name: What was asked to be served: a run, a model, a folder's name.
-        checkpoint: Its folder or repository.
-        digest: Of the checkpoint, see `digest_of`.
-        engine: What serves it.
-        host: The machine; empty for a job that waits in the queue.
-        port: Where it listens.
-        gpus: Of that machine; none on a CPU.
-        job: The scheduler's job, as leases call it; empty without one.
+        name: Name of the request: a run, a model, or a folder.
+        checkpoint: Folder or repository of the checkpoint.
+        digest: Digest of the checkpoint, see `digest_of`.
+        engine: Kind of the engine.
+        host: Its machine; empty while its job is queued.
+        port: Port that it listens on.
+        gpus: Its GPUs on that machine; empty on a CPU.
+        job: The scheduler's job, as named in leases; empty without one.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Server:
 
 
 def digest_of(folder: Path) -> str:
-    """Return the identity of a checkpoint: its receipt's digest, else the hash of its index or config."""
+    """Return a checkpoint's identity: its receipt's digest, else the hash of its index or config."""
     if receipt_of(folder).is_file():
         return read_receipt(receipt_of(folder)).digest
     names = ("model.safetensors.index.json", "config.json")
@@ -67,7 +67,7 @@ def digest_of(folder: Path) -> str:
 
 
 def visible_gpus(count: int) -> tuple[str, ...]:
-    """Return the GPUs of this machine that an engine takes: the first of those that it sees."""
+    """Return the engine's GPUs on this machine: the first visible ones."""
     for name in VISIBLE:
         if os.environ.get(name):
             return tuple(os.environ[name].split(",")[:count])
@@ -75,13 +75,13 @@ def visible_gpus(count: int) -> tuple[str, ...]:
 
 
 def server_file(results: Path, server: Server) -> Path:
-    """Return where a server's file lies: that of a job is named after it, since it has one before it has a machine."""
+    """Return the path of a server's file; a job's file has the job's name, because a queued job has no machine yet."""
     name = server.job or f"{server.host}-{server.port}"
     return results / FOLDER / f"{_plain(name)}.json"
 
 
 def write_server(results: Path, server: Server) -> Path:
-    """Write a server's file and return where it is."""
+    """Write a server's file and return its path."""
     path = server_file(results, server)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, asdict(server))
@@ -89,10 +89,10 @@ def write_server(results: Path, server: Server) -> Path:
 
 
 def read_servers(results: Path) -> list[tuple[Path, Server]]:
-    """Return all servers of a results folder that have not ended cleanly.
+    """Return all servers in a results folder that did not end cleanly.
 
     Raises:
-        CheckpointError: A file is none of a server.
+        CheckpointError: A file is not a server's.
     """
     found = []
     for path in sorted((results / FOLDER).glob("*.json")):
@@ -100,7 +100,7 @@ def read_servers(results: Path) -> list[tuple[Path, Server]]:
             content = read_json(path)
             server = Server(**{**content, "gpus": tuple(content["gpus"])})
             str(server)
-        except FileNotFoundError:  # it has just ended
+        except FileNotFoundError:  # it just ended
             continue
         except (ValueError, TypeError, KeyError) as error:
             raise CheckpointError(f"{path}: not of a server ({error})\n  remedy: delete it") from error
@@ -109,30 +109,30 @@ def read_servers(results: Path) -> list[tuple[Path, Server]]:
 
 
 def holder_of(results: Path, server: Server, job_is_alive: JobIsAlive = unknown) -> Holder | None:
-    """Return the process that serves; None where it has ended."""
+    """Return the serving process; None if it ended."""
     return living_holder(_lease_folder(results, server.host, f"port-{server.port}"), job_is_alive)
 
 
 def is_server(results: Path, server: Server, holder: Holder) -> bool:
-    """Return whether a holder's process on this machine is the server, see `store.lease.is_process_of`."""
+    """Return whether a process on this machine is the server, see `store.lease.is_process_of`."""
     return is_process_of(holder, _lease_folder(results, server.host, f"port-{server.port}"))
 
 
 @contextmanager
 def serving(results: Path, server: Server, job_is_alive: JobIsAlive = unknown, is_first: bool = True) -> Iterator[None]:
-    """Hold a server's port and GPUs, and register it, while the block runs.
+    """Hold leases on a server's port and GPUs, and register it, during the block.
 
     Args:
-        results: Where leases are.
-        server: On this machine.
-        job_is_alive: Asks the scheduler about the job of who holds a lease.
-        is_first: Of several nodes, it is the one that answers; the others have GPUs alone.
+        results: Folder of leases.
+        server: A server on this machine.
+        job_is_alive: Queries the scheduler about the job of a lease's holder.
+        is_first: The first node serves requests and registers the port; other nodes only lease GPUs.
 
     Raises:
-        ConfigError: Somebody alive has the port or a GPU; with who.
+        ConfigError: A live process holds the port or a GPU; the message names it.
     """
     for path, other in read_servers(results):
-        # A job that waits has no machine yet.
+        # A queued job has no machine yet.
         if other.host == server.host and holder_of(results, other, job_is_alive) is None:
             log.warning("%s was killed: its lease is stale, and taken away", other)
             path.unlink(missing_ok=True)
@@ -147,7 +147,7 @@ def serving(results: Path, server: Server, job_is_alive: JobIsAlive = unknown, i
             )
             try:
                 stack.enter_context(lease)
-                # Kept open as the proof by which `--stop` knows this process.
+                # The open file proves to `--stop` that this process is the server.
                 stack.enter_context(lease.path.open("rb"))
             except LeaseHeldError as error:
                 raise ConfigError([_taken(results, server, folder, what, remedy, job_is_alive)]) from error
@@ -174,12 +174,12 @@ def _plain(text: str) -> str:
 
 
 def this_machine() -> str:
-    """Return how leases call this machine."""
+    """Return this machine's name in leases."""
     return socket.gethostname()
 
 
 def named(servers: Sequence[tuple[Path, Server]], name: str) -> list[tuple[Path, Server]]:
-    """Return the servers of a name: what was asked to be served, a folder, or a job's number; all without one."""
+    """Return the servers of a request's name, a folder, or a job number; all for an empty name."""
     if not name:
         return list(servers)
     asked = str(Path(name).expanduser().absolute())

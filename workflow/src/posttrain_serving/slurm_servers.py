@@ -1,4 +1,4 @@
-"""Servers of `posttrain serve` beyond this terminal: as a job of SLURM, and how they are ended."""
+"""Runs `posttrain serve` as a SLURM job, and stops servers."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from posttrain.errors import ConfigError, Problem
 from posttrain.store.lease import Holder
 from posttrain_serving.servers import FOLDER, Server, holder_of, is_server, named, read_servers, this_machine
 
-# An engine has ten seconds to end and SLURM thirty to see it; what it started has some more.
+# An engine has 10 s to end, and SLURM needs up to 30 s to notice; child processes need some more.
 STOP_SECONDS, LOOK_SECONDS = 90.0, 0.5
 # Prefix of our jobs' names.
 JOB_NAME = "serve-"
-# Names the job's first node. A user's own allocation, which has none, is not ours to end; an image has no `scontrol`.
+# The job's first node; only jobs of `submit` have it, and only those are ours to end. Images have no `scontrol`.
 JOB_VARIABLE = "POSTTRAIN_SERVING_JOB"
 
 
 def job_of_this_process() -> str:
-    """Return the job that `submit` has made for this process, as leases call it; empty outside of one."""
+    """Return the name in leases of this process's job, if `submit` made it; else empty."""
     number = os.environ.get("SLURM_JOB_ID", "") if os.environ.get(JOB_VARIABLE) else ""
     return f"{JOB_PREFIX}{number}" if number else ""
 
 
 def place_in_job() -> tuple[int, str]:
-    """Return which of the job's tasks this process is, from 0, and the name of its first node."""
+    """Return this process's task number in the job, from 0, and the name of the job's first node."""
     return int(os.environ["SLURM_PROCID"]), os.environ[JOB_VARIABLE]
 
 
@@ -46,22 +46,22 @@ def submit(
     """Submit a job that runs `posttrain serve` with these words on each of its nodes, in the site's image.
 
     Args:
-        config: With the site and the hardware.
+        config: Has the site and the hardware.
         results: Gets the job's log.
-        checkpoint: What is served: a folder is shown in the image.
-        words: Of this command line.
-        name: Of the job.
-        nodes: How many.
+        checkpoint: The checkpoint; a folder is mounted in the image.
+        words: Arguments of this command line.
+        name: Name for the job.
+        nodes: Number of nodes.
 
     Returns:
-        The job, as leases call it, and where its log will be.
+        The job's name in leases, and the path of its log.
 
     Raises:
-        RuntimeError: SLURM refuses it.
+        RuntimeError: SLURM rejects the job.
     """
     log = results.absolute() / FOLDER / "slurm-%j.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    # One that ends takes the others with it: a part of an engine serves nobody.
+    # If one task ends, end the others: a part of an engine cannot serve.
     run = ["srun", f"--ntasks={nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
     make_shared_roots(config)
     source = replace(config.model.source, kind="folder" if Path(checkpoint).is_dir() else "hub", folder=checkpoint)
@@ -75,17 +75,17 @@ def submit(
 
 
 def stop(results: Path, name: str) -> list[str]:
-    """End the server of a name, and return what was done, a line each.
+    """Stop the servers of a name, and return one line per server.
 
-    It is true a second time: who has ended already is told so.
+    Stopping a server that already ended is not an error.
 
     Args:
-        results: Where servers are told of.
-        name: What was asked to be served, a folder, or the number of a job; empty where there is one server alone.
+        results: Folder in which servers are registered.
+        name: Name of the request, a folder, or a job number; may be empty if there is only one server.
 
     Raises:
-        ConfigError: Several are meant, or it cannot be ended from here.
-        RuntimeError: It does not end.
+        ConfigError: Several servers match, or it cannot be ended from here.
+        RuntimeError: The server does not end.
     """
     found = named(read_servers(results), name)
     if len({server.name for _, server in found}) > 1:

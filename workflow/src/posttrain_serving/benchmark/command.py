@@ -45,7 +45,7 @@ def main(
     beside: Sequence[str],
     output: Path,
 ) -> None:
-    """Check the endpoint, measure the missing rows, and write and show the table."""
+    """Check the endpoint, measure the missing rows, and write and print the table."""
     endpoint = Endpoint(url.rstrip("/"), model, CHAT if chat else COMPLETIONS, os.environ.get(SECRET_VARIABLE, ""))
     others = tables_beside(beside)
     numbers = (input_tokens, vocabulary, output_tokens, requests_per_client, *concurrency)
@@ -83,7 +83,7 @@ def _refuse_nonsense(url: str, chat: bool, dataset: Path | None, smallest: int) 
 
 
 async def _find_problems(endpoint: Endpoint, length: int) -> list[Problem]:
-    """Return what the endpoint itself says against the question."""
+    """Return the problems of the request that the endpoint reports."""
     try:
         async with open_session(PROBE_SECONDS) as session:
             models = await served_models(session, endpoint)
@@ -102,7 +102,7 @@ async def _find_problems(endpoint: Endpoint, length: int) -> list[Problem]:
 
 
 def _served(checkpoint: str, model: str) -> Path | None:
-    """Return the folder that the endpoint has to serve; None where nobody has said so, and its name is none."""
+    """Return the folder that the endpoint must serve; None if neither --checkpoint nor the model names one."""
     if not checkpoint:
         return Path(model) if Path(model).is_dir() else None
     found = find_checkpoint(checkpoint, "", [CONFIG_DIR], Path("results"))

@@ -1,15 +1,15 @@
 """Speed of a served model by concurrency.
 
-At a concurrency of c, c clients send one streamed request after the other until all requests of the row are answered:
+At a concurrency of c, c clients send one streamed request after another until all requests of the row are answered:
 
-- output tokens per second: all tokens, by the time from the first request to the last token;
+- output tokens per second: all tokens, divided by the time from the first request to the last token;
 - TTFT, time to first token: from sending a request to reading its first token;
-- TPOT, time per output token: from the first token to the last, by the tokens after the first;
-- ITL, inter-token latency: from one chunk with tokens to the next, so that tokens that come together count once;
+- TPOT, time per output token: time from the first token to the last, divided by the number of tokens after the first;
+- ITL, inter-token latency: time from one chunk with tokens to the next, so tokens of one chunk count once;
 - latency: from sending a request to its last token.
 
-TTFT, TPOT and latency are of requests, ITL of all gaps of all requests; percentiles are numpy's. Beside them stands how
-late the generator itself was, so that a row that it has limited is not taken for the server's.
+TTFT, TPOT and latency are per request, ITL is over all gaps of all requests; percentiles are numpy's. Each row also has
+the lag of the load generator, to detect rows that the generator limited.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from posttrain.rl.engines.sampling_seed import sampling_seed
 from posttrain.rl.engines.streaming import Endpoint, Prompt, StreamedRequest, Timeline, open_session, stream
 
 SEED_TAG = "serving"
-# Before a row, so many requests of its own kind go through, at most one per client: kernels compile, caches fill.
+# Number of warm-up requests before a row, at most one per client: kernels compile, caches fill.
 MOST_WARM_UP_REQUESTS = 16
-# At a concurrency of 1 a few requests are no percentile.
+# At a concurrency of 1, fewer requests give no percentiles.
 FEWEST_REQUESTS = 8
-# Times are right within this, or within this share of the gap between tokens; a generator that is later limits the row.
+# Accuracy of times, also as a share of the gap between tokens; beyond it, the generator limits the row.
 TOLERANCE_MS, TOLERANCE_SHARE = 2.0, 0.01
 BUSY_SHARE = 0.9
 BEAT_SECONDS = 0.01
-# SGLang's own interface tells in each chunk all tokens so far: a line may be long.
+# SGLang's own API repeats all tokens so far in each chunk, so lines may be long.
 READ_BYTES = 1 << 22
-# Besides the connections: what a Python process has open.
+# Files that a Python process opens besides connections.
 SPARE_FILES = 128
 
 
@@ -52,9 +52,9 @@ class Load:
 
     Args:
         output_tokens: Length of every response.
-        requests_per_client: How many each client sends; a row has at least `FEWEST_REQUESTS`.
-        seed: Of prompts and sampling.
-        temperature: 0 takes the likeliest token.
+        requests_per_client: Requests per client; a row has at least `FEWEST_REQUESTS`.
+        seed: Seed of prompts and sampling.
+        temperature: Sampling temperature; 0: greedy.
         timeout_seconds: A response must be complete within this.
     """
 
@@ -67,26 +67,26 @@ class Load:
 
 @dataclass(frozen=True)
 class Level:
-    """One row of the table; times in milliseconds, medians where nothing else is said.
+    """One row of the table; times are medians in milliseconds unless noted.
 
     Args:
         concurrency: Requests in flight.
-        output_tokens_per_second: Of all requests together.
+        output_tokens_per_second: Throughput of all requests together.
         ttft_ms: Time to first token.
         tpot_ms: Time per output token after the first.
-        itl_p99_ms: Inter-token latency that 1 % of the gaps exceed.
-        itl_p50_ms: Its median.
-        ttft_p99_ms: Time to first token that 1 % of the requests exceed.
-        tpot_p99_ms: The same of the time per output token.
-        latency_ms: From sending to the last token.
-        num_requests: Of this row, without those that warmed up.
-        input_tokens: Mean per request, as the endpoint counts.
+        itl_p99_ms: 99th percentile of inter-token latency.
+        itl_p50_ms: Median of inter-token latency.
+        ttft_p99_ms: 99th percentile of time to first token.
+        tpot_p99_ms: 99th percentile of time per output token.
+        latency_ms: From sending a request to its last token.
+        num_requests: Requests of this row, without warm-up.
+        input_tokens: Mean per request, as reported by the endpoint.
         tokens_per_chunk: Mean; above 1, gaps between chunks are not gaps between tokens.
-        retries: Requests that were sent again because they were turned away.
+        retries: Requests that were rejected and sent again.
         seconds: From the first request to the last token.
-        generator_lag_ms: How late the generator read, at the 99th percentile.
-        generator_cpu_ms_per_chunk: Its CPU time by chunks read.
-        is_generator_bound: The generator may have limited this row, or its times are not within the tolerance.
+        generator_lag_ms: 99th percentile of the generator's lag in reading.
+        generator_cpu_ms_per_chunk: The generator's CPU time per chunk.
+        is_generator_bound: The generator may have limited this row, or its lag exceeds the tolerance.
     """
 
     concurrency: int
@@ -108,22 +108,22 @@ class Level:
     is_generator_bound: bool
 
 
-# The number of a row and of a request within it -> its prompt; every one is another, so that no cache knows it.
+# (row number, request number) -> prompt; all prompts differ, so that no cache has them.
 PromptOf = Callable[[int, int], Prompt]
 
 
 async def measure_level(endpoints: Sequence[Endpoint], prompt_of: PromptOf, concurrency: int, load: Load) -> Level:
-    """Measure one concurrency, after a few requests that do not count.
+    """Measure one concurrency, after warm-up requests.
 
     Args:
-        endpoints: Of one model; requests go to them in turn.
+        endpoints: Endpoints of one model; requests are distributed round-robin.
         prompt_of: Prompts.
         concurrency: Requests in flight.
-        load: What is sent.
+        load: The load to send.
 
     Raises:
-        ConfigError: This process may not open so many connections.
-        EngineError: A request failed; the others are given up.
+        ConfigError: The limit of open files is too low.
+        EngineError: A request failed; the others are cancelled.
     """
     _allow_files(concurrency)
     num_warm_up = min(concurrency, MOST_WARM_UP_REQUESTS)
@@ -149,7 +149,7 @@ async def measure_level(endpoints: Sequence[Endpoint], prompt_of: PromptOf, conc
 
 
 async def _open_connections(session: aiohttp.ClientSession, endpoints: Sequence[Endpoint], count: int) -> None:
-    """Have a connection open for each client, so that the first requests are sent at once."""
+    """Open a connection for each client, so that the first requests are sent at once."""
 
     async def touch(number: int) -> None:
         endpoint = endpoints[number % len(endpoints)]
@@ -162,7 +162,7 @@ async def _open_connections(session: aiohttp.ClientSession, endpoints: Sequence[
 
 @dataclass
 class Generator:
-    """What the generator has spent and how late it was; complete when its row is."""
+    """The generator's lag and CPU time in one row."""
 
     lags_ms: list[float]
     cpu_seconds: float = 0.0
@@ -170,12 +170,12 @@ class Generator:
 
 
 def summarize_level(concurrency: int, timelines: Sequence[Timeline], generator: Generator) -> Level:
-    """Return the row of a concurrency.
+    """Return the row of one concurrency.
 
     Args:
         concurrency: Requests in flight.
-        timelines: Of every request, each with one chunk at least.
-        generator: What it took to read them.
+        timelines: Timelines of all requests, each with at least one chunk.
+        generator: The generator's lag and CPU time.
     """
     seconds = max(line.chunks[-1] for line in timelines) - min(line.sent for line in timelines)
     num_tokens, num_chunks = sum(line.output_tokens for line in timelines), sum(len(line.chunks) for line in timelines)
@@ -237,7 +237,7 @@ def _first(failures: BaseExceptionGroup[EngineError]) -> EngineError:
 
 @asynccontextmanager
 async def _watch_generator() -> AsyncIterator[Generator]:
-    """Note while the block runs how late a timer of this event loop is: what waits to be read waits as long."""
+    """Record this event loop's timer lag during the block; responses wait as long before they are read."""
     generator = Generator([0.0])
 
     async def beat() -> None:
@@ -255,7 +255,7 @@ async def _watch_generator() -> AsyncIterator[Generator]:
 
 
 def _allow_files(concurrency: int) -> None:
-    """Let this process open a connection for each client."""
+    """Raise this process's limit of open files to one connection per client."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = concurrency + SPARE_FILES
     if hard not in (-1, resource.RLIM_INFINITY) and hard < wanted:

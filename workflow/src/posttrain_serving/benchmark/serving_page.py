@@ -19,11 +19,11 @@ CHARTS = (
 
 
 def render_serving(title: str, tables: Sequence[Table]) -> str:
-    """Return the page.
+    """Return the page as HTML.
 
     Args:
-        title: Its heading.
-        tables: Each with a row at least; the first is drawn solid, others dashed.
+        title: Heading.
+        tables: Tables with at least one row each; the first is drawn solid, others dashed.
     """
     rows = [(row, table.name) for table in tables for row in table.rows]
     return render_page(

@@ -1,4 +1,4 @@
-"""Prompts of a serving benchmark: random tokens, no two alike, or those of a file, in turn."""
+"""Prompts of a serving benchmark: random tokens, all different, or prompts of a file in turn."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from posttrain_serving.benchmark.serving import PromptOf
 
 
 def random_prompts(input_tokens: int, vocabulary: int, seed: int) -> PromptOf:
-    """Return prompts of token ids drawn from [0, vocabulary), each a function of the seed, its row and its number."""
+    """Return prompts of random token ids in [0, vocabulary), each a function of seed, row and request number."""
 
     def prompt_of(row: int, number: int) -> Prompt:
         drawn = np.random.default_rng((seed, row, number)).integers(0, vocabulary, input_tokens)
@@ -25,7 +25,7 @@ def random_prompts(input_tokens: int, vocabulary: int, seed: int) -> PromptOf:
 
 
 def given_prompts(prompts: Sequence[Prompt], seed: int) -> PromptOf:
-    """Return prompts of a list in an order that the seed shuffles; each row starts one further and wraps around."""
+    """Return prompts of a list in an order shuffled by the seed; each row starts one prompt later and wraps around."""
     order = np.random.default_rng(seed).permutation(len(prompts))
 
     def prompt_of(row: int, number: int) -> Prompt:
@@ -37,15 +37,15 @@ def given_prompts(prompts: Sequence[Prompt], seed: int) -> PromptOf:
 def read_prompts(path: Path, api: str) -> list[Prompt]:
     """Read prompts from lines of JSON or a JSON list.
 
-    A row has `prompt` or `messages` (a text, or messages with role and content), or, as ShareGPT's,
-    `conversations`, of which the first turn is taken.
+    A row has `prompt` or `messages` (a text, or messages with role and content), or ShareGPT's `conversations`, whose
+    first turn is used.
 
     Args:
         path: The file.
-        api: What they are sent to: `CHAT` takes messages, others text.
+        api: API of the endpoint: `CHAT` uses messages, others text.
 
     Raises:
-        ConfigError: The file is something else, or has conversations where texts are needed.
+        ConfigError: The file has another format, or has conversations where text is needed.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -63,7 +63,7 @@ def _prompt(row: Mapping[str, Any], api: str) -> Prompt:
         return [{"role": "user", "content": found}] if api == CHAT else found
     if api == CHAT:
         return [{"role": message["role"], "content": message["content"]} for message in found]
-    (message,) = found  # of several, only the endpoint knows the template
+    (message,) = found  # the chat template for several messages is known only to the endpoint
     return str(message["content"])
 
 

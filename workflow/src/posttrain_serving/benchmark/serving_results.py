@@ -1,9 +1,8 @@
-"""The table of a serving benchmark on disk, row by row, beside other tables.
+"""Tables of serving benchmarks on disk, written row by row.
 
-`NAME.json` has what was asked and the rows; it is rewritten after each row. A benchmark that was cut short continues
-when the same is asked again: its rows are kept, the others measured. If it is complete, or something else is asked, it
-starts over.
-`NAME.csv` has the rows for others; it is what tables of other benchmarks are read from, too.
+`NAME.json` has the request and the rows, and is rewritten after each row. Repeating the request of an interrupted
+benchmark keeps its rows and measures the missing ones. A complete benchmark, or one with another request, starts over.
+`NAME.csv` has the rows for other programs; tables of other benchmarks are read from CSV, too.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from posttrain.rl.engines.streaming import Endpoint
 from posttrain.store import read_json, write_json, write_text
 from posttrain_serving.benchmark.serving import Level, Load, PromptOf, measure_level
 
-# What a table has at least; the published ones have no more.
+# Required columns; published tables have only these.
 COLUMNS = tuple(field.name for field in fields(Level))[:5]
-# A concurrency with so much of the highest speed is where more requests only wait.
+# Above the smallest concurrency with this share of the peak speed, more requests only wait.
 SATURATED_SHARE = 0.95
 HEADS = {
     "concurrency": "clients",
@@ -46,8 +45,8 @@ class Table:
     """Rows of one engine.
 
     Args:
-        name: Whose they are.
-        rows: By concurrency, with `COLUMNS` at least.
+        name: Name of the engine.
+        rows: Rows by concurrency, with at least `COLUMNS`.
     """
 
     name: str
@@ -56,13 +55,13 @@ class Table:
 
 @dataclass(frozen=True)
 class Peak:
-    """The highest speed of a table, and where it is reached.
+    """The peak speed of a table.
 
     Args:
-        output_tokens_per_second: The highest.
-        concurrency: Where.
-        saturated_at: The smallest concurrency with `SATURATED_SHARE` of it.
-        is_inside: A larger concurrency was measured and is slower: the peak is none of the table's end.
+        output_tokens_per_second: The peak speed.
+        concurrency: The concurrency at the peak.
+        saturated_at: The smallest concurrency with `SATURATED_SHARE` of the peak.
+        is_inside: A larger concurrency was measured and is slower, so the peak is not at the table's end.
     """
 
     output_tokens_per_second: float
@@ -72,7 +71,7 @@ class Peak:
 
 
 def peak_of(rows: Sequence[Mapping[str, Any]]) -> Peak:
-    """Return the peak of rows, of which there is one at least."""
+    """Return the peak of at least one row."""
     ordered = sorted(rows, key=lambda row: row["concurrency"])
     speeds = [row["output_tokens_per_second"] for row in ordered]
     place, highest = max(enumerate(speeds), key=lambda pair: pair[1])
@@ -81,13 +80,13 @@ def peak_of(rows: Sequence[Mapping[str, Any]]) -> Peak:
 
 
 class Record:
-    """The rows of one benchmark, on disk as they come.
+    """Rows of one benchmark, written to disk one by one.
 
     Args:
-        path: `NAME.json`; `NAME.csv` lies beside it.
-        name: Of the engine, in tables and pictures.
-        question: All that was asked; another question begins anew.
-        concurrencies: The rows it takes.
+        path: `NAME.json`; `NAME.csv` is written to the same folder.
+        name: Name of the engine in tables and charts.
+        question: The complete request; another request starts over.
+        concurrencies: Concurrencies to measure.
     """
 
     def __init__(self, path: Path, name: str, question: Mapping[str, Any], concurrencies: Sequence[int]):
@@ -101,7 +100,7 @@ class Record:
 
     @property
     def missing(self) -> list[int]:
-        """Concurrencies that are still to be measured."""
+        """Concurrencies that are not yet measured."""
         known = {row["concurrency"] for row in self.rows}
         return [concurrency for concurrency in self._concurrencies if concurrency not in known]
 
@@ -111,12 +110,12 @@ class Record:
         return Table(self._name, self.rows)
 
     def add(self, level: Level) -> None:
-        """Keep a row."""
+        """Append a row and write the files."""
         self.rows.append(asdict(level))
         self._write()
 
     def fail(self, concurrency: int, why: str) -> None:
-        """Fail with the row's name; the other rows stay."""
+        """Record the failure of one row; the other rows are kept."""
         self._write({"concurrency": concurrency, "why": why})
 
     def _write(self, failed: Mapping[str, Any] | None = None) -> None:
@@ -128,10 +127,10 @@ class Record:
 
 
 async def measure_table(record: Record, endpoints: Sequence[Endpoint], prompt_of: PromptOf, load: Load) -> None:
-    """Measure what a record misses, row by row.
+    """Measure the missing rows of a record.
 
     Raises:
-        EngineError: A row failed; it is told in the record, which keeps those before.
+        EngineError: A row failed; the record keeps the failure and the rows before it.
     """
     for concurrency in record.missing:
         try:
@@ -143,10 +142,10 @@ async def measure_table(record: Record, endpoints: Sequence[Endpoint], prompt_of
 
 
 def read_table(path: Path) -> Table:
-    """Read a CSV with `COLUMNS`; the comment on its first line, up to a colon, is its name, else the file's.
+    """Read a CSV with `COLUMNS`; its name is the first line's comment up to a colon, else the file's name.
 
     Raises:
-        ConfigError: It is not such a CSV, or one of its numbers is not above 0.
+        ConfigError: The file has another format, or a number is not above 0.
     """
     allowed = f"CSV with the columns {', '.join(COLUMNS)}"
     try:
@@ -169,12 +168,12 @@ def _number(value: str) -> float:
 
 
 def tables_beside(files: Sequence[str]) -> list[Table]:
-    """Return the tables of files; `published` is the one that comes with the project."""
+    """Return the tables of files; `published` names the project's published table."""
     return [read_table(PUBLISHED_FILE if file == "published" else Path(file)) for file in files]
 
 
 def format_tables(tables: Sequence[Table]) -> str:
-    """Return tables as text: a line per concurrency and engine, peaks below."""
+    """Return tables as text: one line per concurrency and engine, then the peaks."""
     shown = [key for key in HEADS if any(key in row for table in tables for row in table.rows)]
     lines = ["  ".join([*(f"{HEADS[key]:>12}" for key in shown), "engine"])]
     rows = [(row, table.name) for table in tables for row in table.rows]

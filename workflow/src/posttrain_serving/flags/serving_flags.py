@@ -1,7 +1,7 @@
-"""Flags of SGLang for weights that are served and never updated.
+"""SGLang's flags for serving weights that are never updated.
 
-Parallelism, attention, speculation, disaggregation and nodes are `sglang_flags`', training's own; what differs is here,
-because nobody updates the weights, nobody sleeps, and no trainer compares log-probabilities.
+Flags of parallelism, attention, speculation, disaggregation and nodes come from training's `sglang_flags`. The flags
+here differ, because there are no weight updates, no sleep, and no comparison with a trainer's log-probabilities.
 
 Sources: `sglang-glm5-cookbook.txt`, section 3.2; `glm5-nvfp4-model-card.txt`, "How to Run".
 """
@@ -31,7 +31,7 @@ from posttrain.plan.flags.sglang_flags import (
 
 COOKBOOK = "SGLang's cookbook for GLM-5, section 3.2"
 CARD = "the card of lukealonso/GLM-5-NVFP4"
-# What SGLang 0.5.23 calls what older guides spell otherwise: new name -> (old name, what became of the old one).
+# Flags that older guides spell differently than SGLang 0.5.23: new name -> (old name, how SGLang treats it).
 RENAMED = {
     "--attention-backend dsa": ("--attention-backend nsa", "still takes"),
     "--dsa-prefill-backend": ("--nsa-prefill-backend", "refuses"),
@@ -39,24 +39,24 @@ RENAMED = {
     "--flashinfer-allreduce-fusion-backend": ("--enable-flashinfer-allreduce-fusion", "deprecates"),
     "--attn-dp-size": ("--enable-dp-attention with --dp-size", "deprecates"),
 }
-# Ours, where no guide has a number: what is left is for activations, graphs and buffers.
+# Our default, because no guide has a number; the rest is for activations, graphs and buffers.
 MEM_FRACTION = 0.85
-# (hardware, precision, goal) -> share of GPU memory, requests at a time.
+# (hardware, precision, goal) -> share of GPU memory, concurrent requests, source.
 PUBLISHED = {("rtx_pro_6000", "nvfp4", "latency"): (0.95, 8, CARD)}
-# What separates thinking and calls of tools from the answer, and who says so.
+# Parsers that separate reasoning and tool calls from the answer, and their source.
 PARSERS = {"glm_moe_dsa": ("glm45", "glm47", CARD), "glm4_moe": ("glm45", "glm45", "the README of zai-org/GLM-4.5")}
 QUANTIZATION = {"fp8": "fp8", "nvfp4": "modelopt_fp4"}
-# One letter a layer of GLM-5: F chooses its keys, S takes over the choice before it.
+# One letter per layer of GLM-5: F computes its own keys, S shares those of the layer before.
 INDEX_CACHE = "FFSFSSSFSSFFFSSSFFFSFSSSSSSFFSFFSFFSSFFFFFFSFFFFFSFFSSSSSSFSFFFSFSSSFSFFSFFSSS"
 MTP_STEPS = 3
-# What the cookbook gives AMD's GPUs to load GLM-5, the one published number; others load no slower.
+# The cookbook's loading time of GLM-5 on AMD's GPUs, the only published one; other GPUs load no slower.
 LOADING_SECONDS = 1200
-# Twice the time that vLLM's guide tells of a cold start on a B200: about 5 minutes.
+# Twice the cold-start time in vLLM's guide, about 5 minutes on a B200.
 COMPILING_SECONDS = 600
 DRAFTS = f"{COOKBOOK}: drafts cut latency; their numbers are those of training's recipe"
 FEWEST = "the fewest GPUs that hold the weights and one request of 32,768 tokens, or all of the nodes asked for"
 WHOLE, CUT = "experts are spread whole, as in training's recipe", "each GPU has a part of every expert"
-# Who says which kernels serve weights of a precision that nobody updates.
+# Sources of the kernels for fixed weights of a precision.
 FIXED = {"fp8": f"{COOKBOOK}, B200 (FP8)", "nvfp4": CARD}
 
 
@@ -70,14 +70,14 @@ _RANKS = {
 
 
 def serving_flags(config: Config, precision: str, goal: str, role: str = UNIFIED, method: str = "") -> list[Flag]:
-    """Return SGLang's command line but for checkpoint and address.
+    """Return SGLang's command line without checkpoint and address.
 
     Args:
-        config: With the engine that serves; `engine.mem_fraction_static` is what it is given.
-        precision: Of the weights: "bf16", "fp8", "nvfp4".
+        config: Has the serving engine; `engine.mem_fraction_static` is used.
+        precision: Precision of the weights: "bf16", "fp8", "nvfp4".
         goal: "latency" or "throughput".
         role: "unified", "prefill" or "decode".
-        method: What the checkpoint declares as its quantisation, where it is known.
+        method: Quantisation method of the checkpoint, if known.
     """
     flags = parsers(config)
     if config.hardware.device == "cpu":
@@ -99,7 +99,7 @@ def serving_flags(config: Config, precision: str, goal: str, role: str = UNIFIED
 
 
 def serving_environment(config: Config, role: str = UNIFIED) -> list[Flag]:
-    """Return the variables of an engine that serves."""
+    """Return the environment variables of a serving engine."""
     if config.hardware.device == "cpu":
         return environment_flags(config, role)
     is_alone = role == UNIFIED and nodes_per_engine(config, role) == 1
@@ -107,7 +107,7 @@ def serving_environment(config: Config, role: str = UNIFIED) -> list[Flag]:
 
 
 def parsers(config: Config) -> list[Flag]:
-    """Return the flags by which the OpenAI endpoints tell thinking and tool calls apart from the answer."""
+    """Return the flags by which OpenAI endpoints separate reasoning and tool calls from the answer."""
     if not (known := PARSERS.get(config.model.architecture.model_type)):
         return []
     reasoning, tools, source = known
@@ -119,13 +119,13 @@ def parsers(config: Config) -> list[Flag]:
 
 
 def index_cache() -> Flag:
-    """Return the opt-in that has layers of GLM-5 take over the choice of keys of a layer before."""
+    """Return the flag by which layers of GLM-5 share an earlier layer's choice of keys (opt-in)."""
     reason = f"asked for (IndexCache, {COOKBOOK}): fewer choices of keys, for a small loss of accuracy"
     return flag("--json-model-override-args", f'{{"index_topk_pattern": "{INDEX_CACHE}"}}', reason=reason)
 
 
 def renamed(flags: Iterable[Flag]) -> list[str]:
-    """Return a sentence for each flag that older guides spell otherwise."""
+    """Return a sentence for each flag that older guides spell differently."""
     found = []
     for item in flags:
         for name in (item.name, f"{item.name} {item.value}"):
@@ -147,11 +147,11 @@ def _memory(config: Config, precision: str, goal: str) -> list[Flag]:
 
 
 def ready_seconds(config: Config, compiles: bool) -> float:
-    """Return within which an engine has to be healthy.
+    """Return the time limit for an engine to become healthy, in seconds.
 
     Args:
-        config: With the hardware, whose file may tell how long loading takes there.
-        compiles: It compiles kernels at its first start.
+        config: Has the hardware, whose file may set the loading time.
+        compiles: The engine compiles kernels at its first start.
     """
     loading = config.hardware.kernels.watchdog_seconds or LOADING_SECONDS
     return float(loading + (COMPILING_SECONDS if compiles else 0))
@@ -178,7 +178,7 @@ def _hardware(config: Config) -> list[Flag]:
 
 
 def _ranks(config: Config, precision: str, role: str) -> list[Flag]:
-    """Return training's, told as what they are here; kernels of fixed weights take no experts that are spread."""
+    """Return training's flags with serving's reasons; kernels for fixed weights do not support expert parallelism."""
     flags = []
     for item in parallelism(config, role):
         if item.name == "--ep-size" and _fixed_runner(config, precision):

@@ -1,6 +1,6 @@
-"""Flags and the YAML of TensorRT-LLM's server. Nothing of it was ever run or parsed here.
+"""Flags and the YAML of TensorRT-LLM's server, which were never run or parsed here.
 
-Source: `tensorrt-llm-glm5.txt`, whose configuration is for latency; what it says of throughput is the smaller number of
+Source: `tensorrt-llm-glm5.txt`. Its configuration is for latency; for throughput it only has the smaller number of
 tokens.
 """
 
@@ -19,7 +19,7 @@ MAX_TOKENS = {"latency": 8192, "throughput": 3072}
 
 
 def trtllm_flags(config: Config, goal: str) -> list[Flag]:
-    """Return trtllm-serve's command line but for checkpoint and address."""
+    """Return trtllm-serve's command line without checkpoint and address."""
     ranks, key = config.engine.gpus_per_engine, "engine.gpus_per_engine"
     smaller = f"{GUIDE}: for throughput so few, or memory runs out"
     return [
@@ -36,8 +36,8 @@ def trtllm_flags(config: Config, goal: str) -> list[Flag]:
 def trtllm_yaml(goal: str) -> dict[str, Any]:
     """Return the content of `YAML_FILE`.
 
-    Attention for requests of its own on each GPU is what throughput asks for (SGLang's cookbook, section 3.2); the
-    guide has it off, for latency.
+    DP attention, in which each GPU attends to its own requests, is on for throughput (SGLang's cookbook, section 3.2);
+    the guide, which is for latency, has it off.
     """
     return {
         "cuda_graph_config": {"enable_padding": True, "max_batch_size": GRAPH_BATCH},

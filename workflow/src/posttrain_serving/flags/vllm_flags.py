@@ -1,7 +1,7 @@
-"""Flags of vLLM's server, as version 0.32.0 parses them.
+"""Flags of vLLM's server, for version 0.32.0.
 
-Source: `vllm-glm5-b200-deployment.txt`. It has one command for each precision and none for a goal, so the goal changes
-nothing here.
+Source: `vllm-glm5-b200-deployment.txt`. It has one command per precision and none per goal, so the goal has no effect
+here.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from posttrain_serving.flags.serving_flags import FEWEST, parsers
 GUIDE = "the guide to GLM-5 with vLLM on B200"
 MAX_MODEL_LEN, MEMORY_UTILIZATION = 32768, 0.90
 CONTAINER = "vllm/vllm-openai:v0.16.0"
-# Of GLM-5, and of transformers; what a cold start compiles.
+# Oldest versions with GLM-5; the number of kernels that a cold start compiles, and the minutes it takes.
 OLDEST, OLDEST_TRANSFORMERS, JIT_KERNELS, JIT_MINUTES = "0.16.0", "5", 2259, 5
 
 
 def vllm_flags(config: Config) -> list[Flag]:
-    """Return vLLM's command line but for checkpoint and address."""
+    """Return vLLM's command line without checkpoint and address."""
     arch, share = config.model.architecture, config.engine.mem_fraction_static
     length = min(MAX_MODEL_LEN, arch.max_position_embeddings)
     flags = [
@@ -38,7 +38,7 @@ def vllm_flags(config: Config) -> list[Flag]:
 
 
 def compiled_at_start(config: Config, engine: str, precision: str) -> str:
-    """Return what an engine compiles when it starts for the first time; empty where nothing that takes long."""
+    """Return a description of the kernels that an engine compiles at its first start; empty if that is quick."""
     if engine != "vllm" or precision != "fp8" or config.hardware.device != "cuda":
         return ""
     return f"the first start compiles DeepGEMM, about {JIT_MINUTES} minutes for {JIT_KERNELS:,} kernels ({GUIDE})"

@@ -2,8 +2,8 @@
 
     cost = memory of its engine (GiB) x seconds / tokens
 
-the least of those whose loss of score and whose divergence from the original are within bounds. The original is one of
-them. A loss is counted prompt by prompt, since both have answered the same ones (`intervals.paired_change`).
+Choose the cheapest precision whose loss of score and divergence from the original are within bounds. The original is a
+candidate, too. Losses are paired by prompt, because all precisions answer the same prompts (`intervals.paired_change`).
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from posttrain.readable import HOUR
 from posttrain.report.intervals import paired_change
 from posttrain_serving.precision.divergence import Divergence
 
-# By task, the prompt's id of each response, and whether it passes.
+# Task -> (prompt id, passes) of each response.
 Graded = Mapping[str, Sequence[tuple[int, bool]]]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One precision.
+    """Measurements of one precision.
 
     Args:
         precision: `config.deployment.ORIGINAL`, or the format.
-        pass_rate: Share of responses that pass.
-        loss_points: Points of it that the original has more.
-        loss_points_at_most: The upper end of its 95 % interval.
-        divergence: From the original's weights, over the whole vocabulary in FP32; None of the original.
-        engine_divergence: From what the original's engines say, by their likeliest tokens: weights and kernels.
+        pass_rate: Fraction of responses that pass.
+        loss_points: Decrease of the pass rate against the original, in points.
+        loss_points_at_most: Upper end of its 95 % interval.
+        divergence: From the original's weights, over the whole vocabulary in FP32; None for the original.
+        engine_divergence: From the original's engines, over their likeliest tokens: includes weights and kernels.
         engine: Kind of the engines.
-        engine_gib: Memory that its engine takes on all of its GPUs; on a CPU its weights.
-        tokens_per_second: That the engine gave.
+        engine_gib: Memory of its engine on all of its GPUs; on a CPU, the weights' size.
+        tokens_per_second: Throughput of the engine.
     """
 
     precision: str
@@ -49,11 +49,11 @@ class Measured:
 
     @property
     def gib_hours_per_million_tokens(self) -> float:
-        """Return the memory that a million tokens cost."""
+        """Return the memory cost of a million tokens."""
         return self.engine_gib * 1e6 / self.tokens_per_second / HOUR
 
     def why_not(self, bounds: Deployment) -> str:
-        """Return by which number it is not deployed; empty where it may be."""
+        """Return the bound that rules out this precision; empty if none does."""
         if self.divergence is None:
             return ""
         if self.divergence.mean >= bounds.max_kl:
@@ -64,18 +64,18 @@ class Measured:
         return ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all of it."""
+        """Return all fields and the cost."""
         return asdict(self) | {"gib_hours_per_million_tokens": self.gib_hours_per_million_tokens}
 
 
 def lost_points(original: Graded, other: Graded) -> tuple[float, float]:
-    """Return the points of the pass rate that another has less, and the upper end of the 95 % interval.
+    """Return the decrease of the pass rate in points, and the upper end of its 95 % interval.
 
-    Each prompt counts the same, whatever task it belongs to.
+    Each prompt has the same weight, whatever its task.
 
     Args:
-        original: By task, the samples of each prompt.
-        other: The same.
+        original: Task -> samples of the original.
+        other: Task -> samples of the other precision.
     """
     before, after = _rates(original), _rates(other)
     if before.keys() != after.keys():
@@ -86,7 +86,7 @@ def lost_points(original: Graded, other: Graded) -> tuple[float, float]:
 
 
 def verdict(measured: Sequence[Measured], bounds: Deployment) -> tuple[str, str]:
-    """Return the precision to deploy, and the sentence that says by which numbers."""
+    """Return the precision to deploy, and a sentence with the numbers."""
     costs = {one.precision: one.gib_hours_per_million_tokens for one in measured}
     refused = {one.precision: why for one in measured if (why := one.why_not(bounds))}
     best = min((one for one in measured if one.precision not in refused), key=lambda one: costs[one.precision])
@@ -100,7 +100,7 @@ def verdict(measured: Sequence[Measured], bounds: Deployment) -> tuple[str, str]
 
 
 def table_of(measured: Sequence[Measured]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return the head and the rows of the table."""
+    """Return the table's head and rows."""
     head: tuple[str, ...] = (
         *("precision", "pass rate", "points lost", "at most (95 %)", "KL, mean", "KL, 99 %", "same token"),
         *("engines' KL, mean", "same token", "engine", "GiB", "tokens/s", "GiB-h per 1M tokens"),
@@ -117,7 +117,7 @@ def table_of(measured: Sequence[Measured]) -> tuple[tuple[str, ...], list[tuple[
 
 
 def _rates(exams: Graded) -> Mapping[tuple[str, int], float]:
-    """Return the share of samples that pass, by prompt."""
+    """Return each prompt's fraction of passing samples."""
     passed: dict[tuple[str, int], list[bool]] = {}
     for name, responses in exams.items():
         for prompt_id, passes in responses:

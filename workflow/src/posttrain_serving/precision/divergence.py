@@ -1,21 +1,21 @@
-"""How far quantised weights are from those they were made of: KL over the whole vocabulary, in FP32; and from engines.
+"""KL divergence of quantised weights from the original: over the whole vocabulary in FP32, and between engines.
 
     KL(p || q) = sum_v p(v) (log p(v) - log q(v))     p of the original's weights, q of the quantised ones
 
-at every token of responses that the original gave. Codes are read as the numbers they stand for, and activations stay
-in FP32, so that this is the weights' share alone: an engine that quantises activations as well adds to it.
+at every token of the original's responses. Codes are dequantised and activations stay in FP32, so this measures only
+the weights; an engine that also quantises activations adds to it.
 
-Engines tell their likeliest tokens alone. Over the set S of those that both of two engines tell in a place, with all
-other tokens as one event R,
+Engines only return their likeliest tokens. Let S be the tokens that both engines return at a position, and R one event
+for all other tokens:
 
     KL_S(p || q) = sum_{v in S} p(v) (log p(v) - log q(v)) + p(R) (log p(R) - log q(R))
 
-every number is known, and by the data-processing inequality it is at most the whole KL, which it is where nothing is
-left in R. It has weights and kernels, activations of the engine's precision among them. Source: Cover and Thomas,
-Elements of Information Theory, theorem 2.7.1 (log sum inequality).
+All terms are known. By the data-processing inequality this is at most the full KL, and equal to it if R is empty. It
+includes weights, kernels and the engine's activation precision. Source: Cover and Thomas, Elements of Information
+Theory, theorem 2.7.1 (log sum inequality).
 
-One decoder layer is in memory at a time, through which all sequences go before the next is read: GLM-5's largest takes
-39 GB in FP32, where the whole model would take 3 TB.
+Only one decoder layer is in memory at a time: all sequences pass through it before the next is read. GLM-5's largest
+layer takes 39 GB in FP32, the whole model 3 TB.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from posttrain.rl.engines.embedded.stable_topk import make_indexers_stable
 from posttrain.rl.engines.embedded.weights import views_by_hub_name
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-# Rows of logits at a time; GLM-5's 154,880 tokens make 160 MB of them.
+# Rows of logits at a time; 160 MB with GLM-5's 154,880 tokens.
 ROWS_AT_A_TIME = 256
-# What engines tell is float32: a rest of probability below this is rounding.
+# Engines return float32, so a smaller remaining probability is rounding.
 TINY = 1e-7
 
 
@@ -48,8 +48,8 @@ class Sample:
     """A prompt and its response.
 
     Args:
-        tokens: Token ids of both.
-        num_prompt_tokens: How many of them are the prompt's.
+        tokens: Token ids of prompt and response.
+        num_prompt_tokens: Number of prompt tokens.
     """
 
     tokens: tuple[int, ...]
@@ -62,11 +62,11 @@ class Divergence:
 
     Args:
         mean: KL per token of the responses, in nats.
-        p99: 99 % of the tokens have no more.
-        largest: The same of all.
-        same_first: Share of the tokens where both find the same one likeliest.
-        num_tokens: How many were compared.
-        covered: Share of the original's probability that is on tokens compared one by one; 1 over the vocabulary.
+        p99: 99th percentile of the KL per token.
+        largest: Maximum of the KL per token.
+        same_first: Fraction of tokens with the same likeliest token.
+        num_tokens: Number of compared tokens.
+        covered: Fraction of the original's probability on individually compared tokens; 1 over the whole vocabulary.
     """
 
     mean: float
@@ -79,11 +79,11 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Likeliest:
-    """What an engine tells of some places.
+    """An engine's likeliest tokens at N positions.
 
     Args:
-        tokens: Its likeliest in each [N, K] int, the likeliest first.
-        logprobs: Of each [N, K] float.
+        tokens: Token ids [N, K] int, likeliest first.
+        logprobs: Their log-probabilities [N, K] float.
     """
 
     tokens: torch.Tensor
@@ -91,15 +91,15 @@ class Likeliest:
 
 
 class CheckpointLogprobs:
-    """What a checkpoint makes of sequences, before its output matrix.
+    """A checkpoint's final hidden states for sequences, and their log-probabilities.
 
     Args:
         folder: Checkpoint in Hub layout, in BF16, FP32 or a format of `QuantizedCheckpoint`.
-        sequences: Of any lengths.
-        device: Where layers are computed.
+        sequences: Sequences of any lengths.
+        device: Device that computes the layers.
 
     Raises:
-        CheckpointError: A weight is missing, or of another shape.
+        CheckpointError: A weight is missing or has the wrong shape.
     """
 
     def __init__(self, folder: Path, sequences: Sequence[Sample], device: str = "cpu"):
@@ -107,17 +107,17 @@ class CheckpointLogprobs:
         with torch.device("meta"):
             model = build_model(folder, torch.float32)
         make_indexers_stable(model)
-        # A tied output matrix that is written out is a copy, and as new as who wrote it kept it.
+        # A stored copy of a tied output matrix may be outdated, so use the embedding.
         self.head = self._tensor(EMBEDDING if model.config.tie_word_embeddings else HEAD)
         self.hidden = self._forward(model, sequences)
 
     def logprobs(self, rows: slice) -> torch.Tensor:
-        """Return log-probabilities of all tokens after some places, [R, V] float32."""
+        """Return log-probabilities of all tokens after some positions, [R, V] float32."""
         return torch.log_softmax(self.hidden[rows].to(self._device) @ self.head.T, dim=-1)
 
     @torch.inference_mode()
     def _forward(self, model: Any, sequences: Sequence[Sample]) -> torch.Tensor:
-        """Return the hidden states that predict tokens of responses, [N, H] float32 on the host."""
+        """Return the hidden states that predict response tokens, [N, H] float32 on the host."""
         inner = model.model
         inner.rotary_emb = type(inner.rotary_emb)(config=model.config).to(self._device)
         for name in ("embed_tokens", "norm"):
@@ -143,7 +143,7 @@ class CheckpointLogprobs:
         *given: Any,
         **named: Any,
     ) -> Any:
-        """Fill a layer, send each sequence through it by itself, and give its memory back."""
+        """Load a layer, run it on each sequence separately, and free its memory."""
         self._fill(layer, f"model.layers.{number}.")
         count = given[0].shape[0]
         answers = [forward(*_row(given, row, count), **_row(named, row, count)) for row in range(count)]
@@ -168,19 +168,19 @@ class CheckpointLogprobs:
 
 @torch.inference_mode()
 def divergence(original: CheckpointLogprobs, other: CheckpointLogprobs) -> Divergence:
-    """Compare two checkpoints token by token; both have read the same sequences."""
+    """Compare two checkpoints token by token on the same sequences."""
     found, same = [], 0
     for start in range(0, len(original.hidden), ROWS_AT_A_TIME):
         rows = slice(start, start + ROWS_AT_A_TIME)
         ours, theirs = original.logprobs(rows), other.logprobs(rows)
-        # Rounding may take a sum of what cancels below zero.
+        # Rounding may make a sum of cancelling terms negative.
         found.append((ours.exp() * (ours - theirs)).sum(dim=-1).clamp_min(0).double())
         same += int((ours.argmax(dim=-1) == theirs.argmax(dim=-1)).sum())
     return _summary(torch.cat(found), same)
 
 
 def truncated_divergence(original: Likeliest, other: Likeliest) -> Divergence:
-    """Compare what two engines tell of the same places; see the head of this file.
+    """Compare two engines' likeliest tokens at the same positions; see the module docstring.
 
     Example:
         (a 0.6, b 0.3) and (a 0.5, c 0.4): 0.6 log(0.6 / 0.5) + 0.4 log(0.4 / 0.5).
@@ -203,7 +203,7 @@ def _summary(nats: torch.Tensor, same_first: int) -> Divergence:
 
 
 def _row(given: Any, row: int, count: int) -> Any:
-    """Return what belongs to one sequence of a batch."""
+    """Return one sequence's part of a batch."""
     return pytree.tree_map(
         lambda value: (
             value[row : row + 1] if isinstance(value, torch.Tensor) and value.shape[:1] == (count,) else value

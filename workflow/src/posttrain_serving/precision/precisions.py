@@ -1,7 +1,7 @@
-"""What engines of one precision say, kept on disk until all precisions are compared.
+"""Results of one precision's engines, stored on disk until all precisions are compared.
 
-They answer held-out prompts and suites, as in an evaluation, and then tell their likeliest tokens in every place of
-some responses that the original's engines gave.
+The engines answer held-out prompts and suites as in an evaluation. Then they return their likeliest tokens at every
+position of some of the original's responses.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from posttrain.rl.evaluation.heldout import EvalTask, Sampled, answer_eval_tasks
 from posttrain.store import read_json, write_atomic, write_json
 from posttrain_serving.precision.divergence import Likeliest, Sample
 
-# Of each place; what OpenAI's interface tells at most.
+# Likeliest tokens per position; the maximum of OpenAI's API.
 NUM_LIKELIEST = 20
-# Requests that an engine has at a time, each with the likeliest tokens of a whole response.
+# Concurrent requests per engine, each with the likeliest tokens of a whole response.
 FORCED_AT_A_TIME = 4
 
 
 @dataclass(frozen=True)
 class EngineLogprobs:
-    """What engines of one precision said.
+    """Results of one precision's engines.
 
     Args:
         precision: `config.deployment.ORIGINAL`, or the format.
         engine: Kind of the engines.
-        nodes: That they took.
-        engine_gib: See `engine_gib`.
-        tokens_per_second: While the held-out prompts were answered.
-        passed: By task, (id of the prompt, passes) of each response.
-        samples: The original's responses that all precisions are compared over.
-        likeliest: In every place of these.
+        nodes: Number of nodes.
+        engine_gib: Memory, see `engine_gib`.
+        tokens_per_second: Throughput on the held-out prompts.
+        passed: Task -> (prompt id, passes) of each response.
+        samples: The original's responses, over which all precisions are compared.
+        likeliest: The likeliest tokens at every position of `samples`.
     """
 
     precision: str
@@ -66,18 +66,18 @@ def ask(
     log_folder: Path,
     given: Sequence[Sample] = (),
 ) -> EngineLogprobs:
-    """Serve a checkpoint, ask its engines, and return what they said.
+    """Serve a checkpoint, query its engines, and return the results.
 
     Args:
-        config: Of the engines (`serving_config`).
+        config: Configuration of the engines (`serving_config`).
         precision: See `EngineLogprobs`.
-        checkpoint: In Hub layout.
-        eval_tasks: What is asked, the held-out prompts first.
-        log_folder: For the engines' logs.
-        given: What the original answered; none: these engines are the original's.
+        checkpoint: Checkpoint in Hub layout.
+        eval_tasks: Tasks to answer, the held-out prompts first.
+        log_folder: Gets the engines' logs.
+        given: The original's responses; empty: these engines are the original's.
 
     Raises:
-        RuntimeError: When an engine does not start or fails.
+        RuntimeError: An engine does not start or fails.
     """
     told: list[tuple[Sequence[Sample], Likeliest]] = []
 
@@ -100,7 +100,7 @@ def ask(
 
 
 def samples_of(config: Config, sampled: Sampled) -> list[Sample]:
-    """Return the first response to each of the first prompts; one token is left for the engine that reads them."""
+    """Return the first response to each of the first prompts, truncated to leave one token for the reading engine."""
     requests, results, _ = sampled
     step, room = config.evaluation.num_samples_per_prompt, config.model.architecture.max_position_embeddings - 1
     places = range(0, len(requests), step)[: config.evaluation.deployment.num_samples]
@@ -111,10 +111,10 @@ def samples_of(config: Config, sampled: Sampled) -> list[Sample]:
 
 
 async def likeliest_in(engines: EngineEndpoints, samples: Sequence[Sample], timeout_seconds: float) -> Likeliest:
-    """Return the likeliest tokens in every place of the responses, N places of all samples together.
+    """Return the likeliest tokens at every position of the responses, N positions over all samples.
 
     Raises:
-        EngineError: An engine does not tell them.
+        EngineError: An engine does not return them.
     """
     async with AsyncExitStack() as stack:
         servers = [ForcedTokens(url, engines.secret, timeout_seconds) for url in engines.urls]
@@ -134,7 +134,7 @@ async def likeliest_in(engines: EngineEndpoints, samples: Sequence[Sample], time
 
 
 def engine_gib(served: Config, folder: Path) -> float:
-    """Return the memory that engines take on all of their GPUs; on a CPU, their weights as they are stored."""
+    """Return the memory of all of the engines' GPUs; on a CPU, the size of the stored weights."""
     engine, hardware = served.engine, served.hardware
     if hardware.device == "cuda":
         gpus = engine.num_engines * engine.gpus_per_engine
@@ -146,12 +146,12 @@ def engine_gib(served: Config, folder: Path) -> float:
 
 
 def tokens_of(path: Path) -> Path:
-    """Return where the likeliest tokens of an answer at `path` lie."""
+    """Return the path of the likeliest tokens for results at `path`."""
     return path.with_suffix(".safetensors")
 
 
 def write_said(said: EngineLogprobs, path: Path, checkpoint: str) -> None:
-    """Write what was said, numbers as JSON and the likeliest tokens beside it; `checkpoint` is its receipt's digest."""
+    """Write results as JSON and likeliest tokens as safetensors; `checkpoint` is the digest of its receipt."""
     content = save({"tokens": said.likeliest.tokens, "logprobs": said.likeliest.logprobs})
     write_atomic(tokens_of(path), partial(_put, content))
     samples = [[one.num_prompt_tokens, list(one.tokens)] for one in said.samples]
@@ -160,10 +160,10 @@ def write_said(said: EngineLogprobs, path: Path, checkpoint: str) -> None:
 
 
 def read_said(path: Path) -> tuple[EngineLogprobs, str]:
-    """Return what was said, and the digest of the checkpoint that said it.
+    """Return the results, and the digest of the checkpoint.
 
     Raises:
-        CheckpointError: It is no such answer.
+        CheckpointError: The file has another format.
     """
     try:
         told: dict[str, Any] = read_json(path)
