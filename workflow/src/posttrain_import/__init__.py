@@ -1,5 +1,5 @@
-"""Annex: a configuration from a launch script of slime or miles.
+"""Annex: imports a configuration from a launch script of slime or miles.
 
-Door: `posttrain import-flags` (`command.main`). Takes from `posttrain`: `config`, `planner`, `artifacts` and `errors`.
-docs/coming-from.md is its page.
+The command is `posttrain import-flags` (`command.main`). It uses `config`, `plan`, `store` and `errors` of `posttrain`.
+See docs/coming-from.md.
 """

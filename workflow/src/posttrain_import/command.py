@@ -1,4 +1,4 @@
-"""Make a configuration from a launch script of slime or miles, and tell what of it has no key here."""
+"""Make a configuration from a launch script of slime or miles, and list the flags that have no key here."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from posttrain_import.script import Script, read_text
 from posttrain_import.shell import read_shell
 from posttrain_import.table import ROWS
 
-# How scripts of trainers that are not read are recognised.
+# Patterns that identify scripts of unsupported trainers.
 _OTHERS = {
     "verl": re.compile(r"^[^#\n]*(\bverl\.(trainer|recipe)|\bactor_rollout_ref\.|(from|import) verl\b)", re.MULTILINE),
     "TRL": re.compile(r"^[^#\n]*(\btrl (grpo|rloo|sft|dpo)\b|\b(from|import) trl\b|\bGRPOConfig\()", re.MULTILINE),
@@ -39,9 +39,9 @@ TITLES = {
 
 
 def main(words: Sequence[str], script: Path, output: Path | None) -> None:
-    """Read, convert, write, show, and end with what the configuration is refused for."""
+    """Read the script, write the configuration, print the tables, and raise the configuration's problems."""
     asked = read_request(CONFIG_DIR, (), words)
-    # What stands in workflow.yaml is nobody's answer here.
+    # Only names on the command line count, not those of workflow.yaml.
     names = {key: value for key, value in asked.items() if any(word.startswith(f"{key}=") for word in words)}
     if output and output.exists():
         remedy = "give another name, or delete it"
@@ -63,8 +63,8 @@ def main(words: Sequence[str], script: Path, output: Path | None) -> None:
 
 
 def _read(script: Path, names: Mapping[str, Any]) -> tuple[Script, dict[str, Any]]:
-    """Return the script's flags, and the names that choose files."""
-    # A launcher asks for the nodes on its own command line.
+    """Return the script's flags, and the names that select configuration files."""
+    # A launcher gets the number of nodes on its own command line.
     known = {"num_nodes": names["nodes"]} if "nodes" in names else {}
     _refuse_others(script)
     found = read_launcher(script, known) if script.suffix == ".py" else read_shell(script)
@@ -80,7 +80,7 @@ def _read(script: Path, names: Mapping[str, Any]) -> tuple[Script, dict[str, Any
 
 
 def _refuse_others(script: Path) -> None:
-    """Reject a script of another trainer than those that are read."""
+    """Reject a script of an unsupported trainer."""
     text = read_text(script)
     for name, mark in _OTHERS.items():
         if mark.search(text):
@@ -90,7 +90,7 @@ def _refuse_others(script: Path) -> None:
 
 
 def _refuse_fine_tuning(found: Script) -> None:
-    """Reject supervised fine-tuning: its other flags do not mean what they mean for RL."""
+    """Reject supervised fine-tuning, in which other flags have another meaning than in RL."""
     for name, mark in (("--loss-type", "sft_loss"), ("--rollout-function-path", "sft_rollout")):
         given = found.flags.get(name)
         if given and mark in " ".join(given.values):

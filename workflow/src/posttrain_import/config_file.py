@@ -1,4 +1,4 @@
-"""The file that an import writes: a configuration for `--configfile`, each value with the flags that it comes from."""
+"""Renders an import's configuration for `--configfile`; each value has a comment with its flags."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def render(found: Imported, script: str) -> str:
     """Return the configuration as YAML.
 
     Args:
-        found: What became of the script.
-        script: Its name, for people.
+        found: The imported script.
+        script: The script's name.
     """
     lines = [_HEADER.format(script=one_line(script)), *_lines(found)]
     if found.missed:
@@ -49,7 +49,7 @@ def _lines(found: Imported) -> Iterator[str]:
 
 
 def _scalar(value: Any) -> str:
-    # YAML's numbers have a dot before an exponent.
+    # YAML needs a dot before the exponent of a float.
     text = json.dumps(value)
     return text.replace("e", ".0e") if isinstance(value, float) and "e" in text and "." not in text else text
 

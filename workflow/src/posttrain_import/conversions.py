@@ -1,7 +1,7 @@
-"""What values of slime's and miles' flags mean in our keys, where they are not the same words.
+"""Conversions of slime's and miles' flags to our keys, for values that differ.
 
-Their defaults are those of slime's and miles' `arguments.py` and of Megatron-LM's parser (the commits are in
-docs/coming-from.md).
+Defaults are those of slime's and miles' `arguments.py` and of Megatron-LM's parser (docs/coming-from.md has the
+commits).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from posttrain_import.row import Convert, NotHere, Values
 
 MIB = 2**20
 _REWARDS = {"deepscaler": "math_deepscaler", "dapo": "math_dapo", "math": "math", "f1": "f1", "gpqa": "choice"}
-# Estimators of theirs that are a line of config/algorithms.yaml.
+# Their estimators that are presets in config/algorithms.yaml.
 _PRESETS = {name: name for name in ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")}
 _SCHEDULES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}
-# What the name of a folder says of weights that are neither BF16 nor FP8.
+# Parts of a folder's name for weights that are neither BF16 nor FP8.
 _OTHER_FORMATS = re.compile(
     r"[-_.]((?:nv|mx)?fp4|mxfp[68]|w\d+a\d+\w*|int[48]|[48]-?bits?|awq|gptq|gguf|bnb)(?![a-z0-9])"
 )
@@ -27,10 +27,10 @@ _ON = {"true": True, "1": True, "false": False, "0": False}
 
 
 def number(values: Values, name: str, default: float | None = None) -> float:
-    """Return the number that a flag gives, or its default.
+    """Return a flag's number, or the default.
 
     Raises:
-        NotHere: It gives none, and there is no default.
+        NotHere: The flag has no known number, and there is no default.
     """
     given = values.get(name, ())
     found = literal(given[0]) if len(given) == 1 else None
@@ -42,7 +42,7 @@ def number(values: Values, name: str, default: float | None = None) -> float:
 
 
 def choice(key: str, names: Mapping[str, Any]) -> Convert:
-    """Return a conversion of words of theirs to values of one key."""
+    """Return a conversion of their words to values of one key."""
 
     def convert(given: tuple[str, ...], values: Values) -> Mapping[str, Any]:
         if len(given) != 1 or given[0] not in names:
@@ -53,7 +53,7 @@ def choice(key: str, names: Mapping[str, Any]) -> Convert:
 
 
 def always(**settings: Any) -> Convert:
-    """Return a conversion of a switch to values of keys; a name has `__` for the dot."""
+    """Return a conversion of a switch to values of keys; `__` in a name stands for a dot."""
     named = {name.replace("__", "."): value for name, value in settings.items()}
 
     def convert(given: tuple[str, ...], values: Values) -> Mapping[str, Any]:
@@ -65,30 +65,30 @@ def always(**settings: Any) -> Convert:
 
 
 def follows(given: tuple[str, ...], values: Values) -> Mapping[str, Any]:
-    """Nothing to set: the keys that decide it follow from other flags."""
+    """Set nothing: the keys follow from other flags."""
     return {}
 
 
 def clip(given: tuple[str, ...], values: Values) -> Mapping[str, Any]:
-    """Both bounds of the ratio: theirs has the lower one above, too, unless told."""
+    """Set both bounds of the ratio; their upper bound defaults to the lower one."""
     low = number(values, "--eps-clip", 0.2)
     return {"algorithm.clip_ratio_low": low, "algorithm.clip_ratio_high": number(values, "--eps-clip-high", low)}
 
 
 def no_reference(given: tuple[str, ...], values: Values) -> Mapping[str, Any]:
-    """Nothing is left out only where the bonus has no weight."""
+    """Accept the flag only if the KL coefficient is 0."""
     if number(values, "--kl-loss-coef", 0):
         raise NotHere("there is no reference model here")
     return {}
 
 
 def dual_clip(given: tuple[str, ...], values: Values) -> Mapping[str, Any]:
-    """A third bound, where the advantage is negative."""
+    """Set the third bound, for negative advantages."""
     return {"algorithm.clip": "dual", "algorithm.clip_ratio_dual": number(values, "--eps-clip-c")}
 
 
 def truncation(given: tuple[str, ...], values: Values) -> Mapping[str, Any]:
-    """Truncated importance sampling between trainer and engine."""
+    """Set truncated importance sampling between trainer and engine."""
     ours = {"--tis-level": "token", "--tis-mode": "truncate"}
     for name in sorted(name for name in values if name.startswith(("--tis-", "--custom-tis-"))):
         if name not in _TRUNCATION and values[name] != (ours.get(name),):
@@ -106,7 +106,7 @@ _TRUNCATION = ("--tis-clip", "--tis-clip-low")
 
 
 def engines(given: tuple[str, ...], values: Values) -> Mapping[str, Any]:
-    """Engines share all GPUs of the trainer; those that only prefill are counted apart."""
+    """Set the engines, which share all GPUs of the trainer; prefill engines are counted separately."""
     size = int(number(values, "--rollout-num-gpus-per-engine", 1))
     gpus = number(values, "--actor-num-nodes", 1) * number(values, "--actor-num-gpus-per-node", 8)
     prefill = int(number(values, "--prefill-num-servers", 0))
@@ -117,7 +117,7 @@ def engines(given: tuple[str, ...], values: Values) -> Mapping[str, Any]:
 
 
 def prefill_engines(given: tuple[str, ...], values: Values) -> Mapping[str, Any]:
-    """Engines that only prefill are as large as the others."""
+    """Set prefill engines, which are as large as the others."""
     count = int(number(values, "--prefill-num-servers"))
     if not count:
         return {"engine.pd.num_prefill_engines": 0}
@@ -126,23 +126,23 @@ def prefill_engines(given: tuple[str, ...], values: Values) -> Mapping[str, Any]
 
 
 def running_requests(given: tuple[str, ...], values: Values) -> Mapping[str, Any]:
-    """The same of both kinds of engine."""
+    """Set the same limit for both kinds of engine."""
     most = int(number(values, "--sglang-max-running-requests"))
     prefill = {"engine.pd.max_running_requests": most} if values.get("--prefill-num-servers", ("0",)) != ("0",) else {}
     return {"engine.max_running_requests": most, **prefill}
 
 
 def moe_runner(given: tuple[str, ...], values: Values) -> Mapping[str, Any]:
-    """Ours are two keys, by the weights' precision."""
+    """Set one of our two keys, depending on the weights' precision."""
     kind = "fp8" if serves_fp8(values) else "bf16"
     return {f"hardware.kernels.moe_runner_{kind}": given[0]}
 
 
 def serves_fp8(values: Values) -> bool:
-    """Return whether the folder that engines load says that its weights are FP8.
+    """Return whether the name of the engines' folder contains FP8.
 
     Raises:
-        NotHere: It says that they are quantised in another way.
+        NotHere: The name contains another quantisation format.
     """
     name = "".join(values.get("--hf-checkpoint", ())[:1]).rstrip("/").rpartition("/")[2].lower()
     if match := _OTHER_FORMATS.search(name):
@@ -151,12 +151,12 @@ def serves_fp8(values: Values) -> bool:
 
 
 def checkpoint(given: tuple[str, ...], values: Values) -> Mapping[str, Any]:
-    """Their engines serve the folder as it is; ours quantise by themselves."""
+    """Set FP8 rollouts: their engines serve a quantised folder, ours quantise the weights."""
     return {"rollout.fp8": serves_fp8(values)}
 
 
 def updates_per_rollout(given: tuple[str, ...], values: Values) -> Mapping[str, Any]:
-    """Samples of a rollout, cut into so many updates."""
+    """Set the batch size: a rollout's samples, divided by the number of updates."""
     samples = number(values, "--rollout-batch-size") * number(values, "--n-samples-per-prompt", 1)
     updates = number(values, "--num-steps-per-rollout")
     if samples % updates:
@@ -165,7 +165,7 @@ def updates_per_rollout(given: tuple[str, ...], values: Values) -> Mapping[str, 
 
 
 def warmup(given: tuple[str, ...], values: Values) -> Mapping[str, Any]:
-    """Theirs counts updates, ours rollouts."""
+    """Convert warm-up from updates to rollouts."""
     samples = number(values, "--rollout-batch-size") * number(values, "--n-samples-per-prompt", 1)
     updates = number(values, "--num-steps-per-rollout", samples / number(values, "--global-batch-size", samples))
     iterations = number(values, "--lr-warmup-iters")
@@ -175,27 +175,27 @@ def warmup(given: tuple[str, ...], values: Values) -> Mapping[str, Any]:
 
 
 def lr_floor(given: tuple[str, ...], values: Values) -> Mapping[str, Any]:
-    """Ours is a share of the learning rate, and only a schedule that falls has one."""
+    """Convert the minimum to a fraction of the learning rate; a constant schedule has none."""
     if values.get("--lr-decay-style", ("linear",)) == ("constant",):
         return {}
     return {"optimizer.lr_floor": number(values, "--min-lr") / number(values, "--lr", 1e-6)}
 
 
 def head_width(given: tuple[str, ...], values: Values) -> Mapping[str, Any]:
-    """With MLA it follows from other widths."""
+    """Set the head width, which MLA derives from other widths."""
     is_mla = "--multi-latent-attention" in values or "--kv-lora-rank" in values
     return {} if is_mla else {"model.architecture.head_dim": int(number(values, "--kv-channels"))}
 
 
 def balancing(given: tuple[str, ...], values: Values) -> Mapping[str, Any]:
-    """Which loss balances experts, where one does."""
+    """Accept only aux_loss if the loss has a coefficient."""
     if number(values, "--moe-aux-loss-coeff", 0) and given != ("aux_loss",):
         raise NotHere("with a coefficient it is aux_loss here")
     return {}
 
 
 def megabytes(given: tuple[str, ...], values: Values) -> Mapping[str, Any]:
-    """Bytes of a bucket to MiB."""
+    """Convert the bucket size from bytes to MiB."""
     size = number(values, "--update-weight-buffer-size")
     if size % MIB:
         raise NotHere("not a whole number of MiB")
@@ -203,7 +203,7 @@ def megabytes(given: tuple[str, ...], values: Values) -> Mapping[str, Any]:
 
 
 def prompts(given: tuple[str, ...], values: Values) -> Mapping[str, Any]:
-    """A file of one's own, in the place of the model's dataset; the held-out prompts are its last rows."""
+    """Set the user's file instead of the model's dataset; its last rows become the held-out prompts."""
     (path,) = given if len(given) == 1 else ("",)
     if not path or "@" in path:
         raise NotHere("one file without a slice of it; `data.sources` has several")
@@ -211,20 +211,20 @@ def prompts(given: tuple[str, ...], values: Values) -> Mapping[str, Any]:
 
 
 def heldout(given: tuple[str, ...], values: Values) -> Mapping[str, Any]:
-    """The first of their pairs of name and file."""
+    """Set the held-out file from the first pair of name and file."""
     if len(given) != 2 or "@" in given[1]:
         raise NotHere("one name and one file: the others are suites here, evaluation.suites.NAME.file")
     return {"data.heldout_file": given[1]}
 
 
 def longest_prompt(given: tuple[str, ...], values: Values) -> Mapping[str, Any]:
-    """Theirs leaves longer prompts out."""
+    """Set the limit of prompts; longer ones are dropped, as there."""
     most = int(number(values, "--rollout-max-prompt-len"))
     return {"rollout.max_prompt_tokens": most, "rollout.overlong_prompts": "drop"}
 
 
 def template_variables(given: tuple[str, ...], values: Values) -> Mapping[str, Any]:
-    """JSON of theirs to NAME=VALUE."""
+    """Convert their JSON to NAME=VALUE."""
     try:
         pairs = dict(json.loads(given[0])).items()
     except (ValueError, TypeError, IndexError) as error:
@@ -242,12 +242,12 @@ all_to_all = choice("engine.deepep", {"deepep": True, "none": False})
 
 
 def objective(given: tuple[str, ...], values: Values) -> Mapping[str, Any]:
-    """Only RL's loss is taken over: the other flags of a fine-tuning mean other things."""
+    """Accept only RL's loss, because other flags of fine-tuning have another meaning."""
     if given != ("policy_loss",):
         raise NotHere("known here: policy_loss")
     return {"training.objective": "rl"}
 
 
 def wandb_mode(given: tuple[str, ...], values: Values) -> Mapping[str, Any]:
-    """Ours has a key for none at all."""
+    """Convert the mode; "disabled" has its own key."""
     return {"logging.wandb": False} if given == ("disabled",) else {"logging.wandb_mode": "".join(given)}

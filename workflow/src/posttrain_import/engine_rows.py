@@ -1,4 +1,4 @@
-"""The engines' flags of slime and miles: `--sglang-...` goes to SGLang without that beginning."""
+"""The engines' flags of slime and miles: `--sglang-...` is passed to SGLang without the prefix."""
 
 from __future__ import annotations
 

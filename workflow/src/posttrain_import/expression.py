@@ -1,4 +1,4 @@
-"""Expressions of a launcher in Python, computed from its constants alone: nothing of it is called or imported."""
+"""Evaluates expressions of a Python launcher from its constants; calls and imports nothing of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from posttrain_import.script import MOST_CHARACTERS, MOST_WORDS
 
 RUNS = "it is computed when the launcher runs"
-# Larger numbers are no sizes of a training.
+# Larger numbers do not occur as sizes in training.
 _LARGEST = 2**63
 _COMPUTES: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -40,7 +40,7 @@ _CALLS: dict[str, Callable[..., Any]] = {"min": min, "max": max, "int": int, "le
 
 @dataclass(frozen=True)
 class Piece:
-    """Characters of a text, the lines that they stand in, and why they are not known."""
+    """Characters of a text, their lines, and the reason if they are unknown."""
 
     text: str
     line: int
@@ -50,32 +50,32 @@ class Piece:
 
 @dataclass(frozen=True)
 class Text:
-    """A text in pieces, so that each of its words has a line."""
+    """A text in pieces, so that each of its words has a line number."""
 
     pieces: tuple[Piece, ...] = ()
 
     @property
     def plain(self) -> str | None:
-        """The characters, None where some are not known."""
+        """The characters, or None if some are unknown."""
         return None if any(piece.why for piece in self.pieces) else "".join(piece.text for piece in self.pieces)
 
 
 @dataclass(frozen=True)
 class Unknown:
-    """A value that the script does not tell."""
+    """A value that the script does not define, with the reason."""
 
     why: str
 
 
 def text_of(pieces: Iterable[Piece]) -> Text | Unknown:
-    """Return a text, unless it is longer than flags are."""
+    """Return a text, or Unknown if it is too long for flags."""
     found = tuple(pieces)
     is_long = len(found) > MOST_WORDS or sum(len(piece.text) for piece in found) > MOST_CHARACTERS
     return Unknown("it is too long") if is_long else Text(found)
 
 
 def computed(kind: type, left: Any, right: Any) -> Any:
-    """Return the result of an operator between two plain values, or Unknown where it is none, or too large."""
+    """Return the result of an operator on two plain values, or Unknown if it has none or is too large."""
     compute = _COMPUTES.get(kind)
     try:
         if compute is None or isinstance(left, str) or isinstance(right, str):
@@ -92,7 +92,7 @@ def computed(kind: type, left: Any, right: Any) -> Any:
 
 
 def compared(kind: type, left: Any, right: Any) -> Any:
-    """Return whether two plain values compare so, or Unknown."""
+    """Return the result of a comparison of two plain values, or Unknown."""
     try:
         return bool(_COMPARES[kind](left, right))
     except (TypeError, KeyError):
@@ -100,7 +100,7 @@ def compared(kind: type, left: Any, right: Any) -> Any:
 
 
 def called(name: str, values: list[Any]) -> Any:
-    """Return what one of a few functions of Python makes of plain values, or Unknown."""
+    """Return the result of one of a few Python functions on plain values, or Unknown."""
     try:
         return _CALLS[name](*values)
     except (KeyError, TypeError, ValueError, OverflowError):
@@ -108,7 +108,7 @@ def called(name: str, values: list[Any]) -> Any:
 
 
 def literal(text: str) -> Any:
-    """Return a number, or a list such as "[0]*3+[1]*75"; None where a text is neither."""
+    """Return a number, or a list such as "[0]*3+[1]*75"; None for any other text."""
     try:
         found = folded(ast.parse(text.strip()[:MOST_CHARACTERS], mode="eval").body)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -118,36 +118,36 @@ def literal(text: str) -> Any:
 
 
 def whole_number(text: str) -> int | None:
-    """Return what an arithmetic expression of whole numbers is, None where a text is none."""
+    """Return the value of an integer expression, or None for any other text."""
     found = literal(text)
     return found if isinstance(found, int) else None
 
 
 def constant(value: Any) -> Any:
-    """Return a text's characters, and any other value as it is."""
+    """Return a text's characters, and any other value unchanged."""
     if isinstance(value, Text):
         return Unknown(RUNS) if value.plain is None else value.plain
     return value
 
 
 def folded(node: ast.expr, value: Callable[[ast.expr], Any] | None = None) -> Any:
-    """Return what an expression of plain values is, or Unknown.
+    """Return the value of an expression of plain values, or Unknown.
 
     Args:
         node: A number, a list, or operators between values.
-        value: Gives the values of its parts; None: they are folded, too.
+        value: Evaluates the operands; None: `folded` itself.
     """
     value = value or folded
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, (ast.List, ast.Tuple)):
         items = [value(item) for item in node.elts]
-        # A few characters make billions of items of lists of lists.
+        # A few characters of nested lists can produce billions of items.
         return Unknown("it is a list of lists") if any(isinstance(item, list) for item in items) else items
     if isinstance(node, ast.BoolOp):
         is_or = isinstance(node.op, ast.Or)
         values = [value(part) for part in node.values]
-        # The first that decides, as Python has it; whether one that is not known does, is not known.
+        # As in Python, the first operand that decides; an unknown one makes the result unknown.
         return next((v for v in values if isinstance(constant(v), Unknown) or bool(constant(v)) is is_or), values[-1])
     if isinstance(node, ast.IfExp):
         test = constant(value(node.test))

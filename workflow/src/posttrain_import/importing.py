@@ -1,7 +1,7 @@
-"""From the flags of a launch script to values of our keys: the table of docs/coming-from.md, read from left to right.
+"""Converts the flags of a launch script to values of our keys, with the table of docs/coming-from.md.
 
-A key is written down where the configuration without it would have another value, layout and all. At the end the
-planner's own tables of flags are held against the script's: what they do not agree on is told as not taken over.
+A key is written if the configuration would otherwise have another value. At the end, the planner's own flags are
+compared with the script's; differences are reported as not taken over.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from posttrain_import.row import NotHere, Row
 from posttrain_import.script import UNSET, Given, Script
 from posttrain_import.table import ROWS
 
-# What decides what other keys are by default.
+# Keys that determine the defaults of other keys.
 _FIRST = ("algorithm.preset",)
-# Values that only the user may see.
+# Flags with secret values.
 _SECRET = ("--wandb-key",)
 _TURNS = 6
-# What people mistype; farther away is another flag.
+# Minimum similarity of a typo; less similar names are other flags.
 _NEAR = 0.8
-# Lists that hold no flag whose absence means something.
+# Names of lists that hold no flag with a meaning when absent.
 _HARMLESS = re.compile("model|wandb|extra|eval|log", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Told:
-    """One flag, as it is told to the user.
+    """One flag in the report to the user.
 
     Args:
-        flag: Its name.
-        value: What the script gives it.
-        place: File and line; "" where the script does not give it.
-        about: Our keys with their values, why it is otherwise here, or why it is not taken over.
+        flag: Name of the flag.
+        value: Value in the script.
+        place: File and line; "" if the script does not pass the flag.
+        about: Our keys with their values, how it is done here, or why it is not taken over.
     """
 
     flag: str
@@ -56,19 +56,19 @@ class Told:
 
 @dataclass
 class Imported:
-    """What became of a script.
+    """The result of an import.
 
     Args:
-        names: `model`, `nodes` and whatever else chooses files.
-        implied: Of these, what is so without being said.
-        values: Dotted key -> value, of what differs from our defaults.
-        sources: Dotted key -> flags that it comes from.
-        resolved: The configuration; None where it is refused.
-        problems: Why it is refused.
-        taken: Flags that became values.
-        same: Flags that say what our defaults say.
-        otherwise: Flags that have no key here, because it is done always, by itself or in another way.
-        missed: Flags that could not be taken over.
+        names: `model`, `nodes` and other names that select configuration files.
+        implied: Those of `names` that are defaults and need not be written.
+        values: Dotted key -> value, where it differs from our defaults.
+        sources: Dotted key -> its flags.
+        resolved: The configuration; None if it is rejected.
+        problems: Why it is rejected.
+        taken: Flags that set values.
+        same: Flags that agree with our defaults.
+        otherwise: Flags without a key: constant, implied by other flags, or done differently here.
+        missed: Flags that were not taken over.
     """
 
     names: dict[str, Any]
@@ -84,18 +84,18 @@ class Imported:
 
 
 def import_flags(script: Script, names: Mapping[str, Any], config_dir: Path) -> Imported:
-    """Return what a script's flags are in our keys.
+    """Convert a script's flags to our keys.
 
     Args:
-        script: Its flags; at least one is known.
-        names: What chooses files: `model`, and what the user says of `nodes`, `hardware` and `site`.
+        script: The script's flags; at least one is known.
+        names: Names that select files: `model`, and the user's `nodes`, `hardware` and `site`.
         config_dir: The folder `config/`.
     """
     return _Import(script, names, config_dir).run()
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by dotted keys as sections."""
+    """Return values with dotted keys as nested sections."""
     tree: dict[str, Any] = {}
     for key, value in values.items():
         *parents, last = key.split(".")
@@ -107,7 +107,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def workflow_of(found: Imported) -> dict[str, Any]:
-    """Return the request that the file of an import is read as."""
+    """Return the request that an import's file stands for."""
     tree = nested(found.values)
     if "hardware" in tree:
         tree["hardware"] = {"name": found.names["hardware"], **tree["hardware"]}
@@ -123,7 +123,7 @@ def value_of(config: schema.Config, key: str) -> Any:
 
 
 def text_of(given: Given) -> str:
-    """Return what a flag gives, as it may be shown."""
+    """Return a flag's value, or a placeholder for a secret."""
     return "(not shown)" if given.name in _SECRET else " ".join(given.values)
 
 
@@ -132,7 +132,7 @@ class _Import:
         self._script, self._config_dir = script, config_dir
         self.found = Imported(dict(names))
         self._known = {name: given for name, given in script.flags.items() if name in ROWS and _is_known(given)}
-        # What is not known stays as it is spelled, and is no number.
+        # Unknown values keep their spelling, which is not a number.
         self._values = {name: given.values for name, given in script.flags.items()}
         self._is_whole = _is_whole(script)
         self._wanted: dict[str, Any] = {}
@@ -141,7 +141,7 @@ class _Import:
         self._choose_machines()
 
     def run(self) -> Imported:
-        """Convert, settle what is written down, and sort the flags by what became of them."""
+        """Convert flags, determine the values to write, and classify the flags by result."""
         late: list[tuple[Row, Given]] = []
         for row, given in self._conversions():
             if row.late:
@@ -161,7 +161,7 @@ class _Import:
         return self.found
 
     def _choose_machines(self) -> None:
-        """Choose nodes and hardware, which decide files: as the user says, as the script does, or as the model's."""
+        """Choose nodes and hardware, which select files: from the user, the script, or the model's default."""
         names = self.found.names
         given = self._known.get("--actor-num-nodes", Given("", (), ""))
         count = literal(given.values[0]) if given.values else 1
@@ -179,7 +179,7 @@ class _Import:
             self._values["--actor-num-gpus-per-node"] = (str(self._bare.hardware.gpus_per_node),)
 
     def _conversions(self) -> list[tuple[Row, Given]]:
-        """Return rows in the table's order, with what the script gives their flags, or means not to give them."""
+        """Return rows in the table's order, with the script's flag, or the implicit value of an absent flag."""
         found = []
         for name, row in ROWS.items():
             if name in self._known:
@@ -189,7 +189,7 @@ class _Import:
         return found
 
     def _convert(self, row: Row, given: Given) -> None:
-        """Note which values a flag asks for."""
+        """Record the values that a flag sets."""
         if row.not_here:
             self._refused[given.name] = row.not_here
             return
@@ -223,10 +223,10 @@ class _Import:
         except OmegaConfBaseException as error:
             raise NotHere(f"not a value of {key}") from error
 
-    # ---- what is written down ----
+    # ---- values to write ----
 
     def _settle(self) -> None:
-        """Add to the written values until the configuration has all that are wanted, or is refused with them, too."""
+        """Add values to write until the configuration has all wanted values, or is rejected with them."""
         wanted = {key: value for key, value in self._wanted.items() if key != "nodes" and not key.startswith("model.")}
         for _ in range(_TURNS):
             try:
@@ -247,12 +247,12 @@ class _Import:
         self.found.resolved = merge(workflow_of(self.found), self._config_dir, choose_layout)
         self.found.problems = ()
 
-    # ---- what is told ----
+    # ---- report ----
 
     def _tell(self, given: Given) -> None:
         told, row = self._told(given), ROWS.get(given.name)
         if row and given.name not in self._known and not (row.keys or row.here or row.only or row.not_here):
-            # Whatever its value is, it is left out.
+            # The flag is ignored, whatever its value.
             self.found.otherwise.append(Told(given.name, told.value, given.place, row.note))
             return
         if row is None or given.name not in self._known or given.name in self._refused:
@@ -270,7 +270,7 @@ class _Import:
             self.found.otherwise.append(told)
 
     def _tell_absent(self) -> None:
-        """Tell what the script means by leaving a flag out, where ours is not that by itself."""
+        """Report absent flags whose implicit value differs from our default."""
         if not self._is_whole:
             about = "flags that are not given may stand in what is not known: they stay as our defaults"
             self.found.missed.append(Told("", "", "", about))
@@ -286,7 +286,7 @@ class _Import:
                 self.found.otherwise.append(Told(name, "not given", "", row.note))
 
     def _keys_of(self, row: Row, name: str) -> list[str]:
-        """Return the keys that a flag has decided, those of the row's first where they are converted together."""
+        """Return the keys that a flag sets; if the row is converted as a whole, those of its first flag."""
         return self._keys.get(name) or (self._keys.get(row.names[0], []) if row.convert else [])
 
     def _told(self, given: Given) -> Told:
@@ -303,7 +303,7 @@ class _Import:
         return Told(given.name, text_of(given), given.place, about)
 
     def _stays(self, row: Row, name: str) -> str:
-        """Return what the keys are without a flag that could not be taken over."""
+        """Return the values of the keys without a flag that was not taken over."""
         key = row.key_of(name)
         keys = [key] if key else row.keys
         if self.found.resolved is None or any("." not in key for key in keys):
@@ -312,11 +312,11 @@ class _Import:
         return f"; stays {stays}" if stays else ""
 
     def _mismatch(self, row: Row, given: Given) -> str:
-        """Return where the resolved configuration does not say what the script does."""
+        """Return how the resolved configuration differs from the script."""
         if self.found.resolved is None:
             if any(key in self.found.values for key in self._keys_of(row, given.name)):
                 return ""
-            # What follows from other keys is not known without a configuration; what is constant is.
+            # Without a configuration only constants can be checked, not values that follow from other keys.
             is_checked = not row.setting_of(given.name) and not row.late
             reason = disagreement(row, given, emitted(self._bare))
             return reason or ("" if is_checked else "not checked, because the configuration is rejected")
@@ -329,14 +329,14 @@ class _Import:
 
 
 def _is_whole(script: Script) -> bool:
-    """Return whether an absent flag is certainly not passed: bash expands unset variables to nothing."""
+    """Return whether absent flags are certainly not passed; bash expands unset variables to nothing."""
     lists = [given for given in script.unread if given.name.startswith(("$", "{")) and not _HARMLESS.search(given.name)]
     has_all = not any(given.name.startswith("source ") for given in script.unread)
     return not [given for given in lists if given.name[0] == "{" or not (has_all and UNSET in given.why)]
 
 
 def _is_known(given: Given) -> bool:
-    """Return whether a flag has a value; of a checkpoint's folder the last part is enough."""
+    """Return whether a flag's value is known; for a checkpoint, the folder's name suffices."""
     is_named = given.name == "--hf-checkpoint" and not re.search(r"[${`]", _last_part(given))
     return is_named or not given.why
 

@@ -1,7 +1,7 @@
-"""Launch scripts in Python, in the layout of miles': texts of flags that are put together and handed to one call.
+"""Python launch scripts with miles' layout: flags are concatenated as texts and passed to one call.
 
-The source is parsed and its constants are followed: defaults of a dataclass's fields, names, f-strings, functions of
-its own that return texts, and branches whose condition follows from these. Nothing of it is run or imported.
+The source is parsed, and constants are propagated through dataclass defaults, names, f-strings, the launcher's own
+functions, and branches with known conditions. Nothing is run or imported.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from posttrain.errors import ConfigError, Problem
 from posttrain_import.expression import RUNS, Piece, Text, Unknown, called, computed, constant, folded, text_of
 from posttrain_import.script import PROGRAM, UNSET, Budget, Script, Word, flags_of, read_text, split_words
 
-# Functions that call each other.
+# Maximum depth of nested calls.
 _DEEPEST = 5
-# What stands for flags, and not for a value of one: {logging_args(args)}, {extra_args}.
+# Placeholders for several flags instead of one value: {logging_args(args)}, {extra_args}.
 _SEVERAL = re.compile(r"\{[\w.]*(args|flags)(\(.*\))?\}$", re.DOTALL)
-# The name that miles' launchers give to the flags.
+# The keyword argument for flags in miles' launchers.
 _FLAGS = "train_args"
 
 
 def read_launcher(path: Path, known: Mapping[str, Any]) -> Script:
-    """Return the flags that a Python launcher hands over.
+    """Return the flags that a Python launcher passes to the training.
 
     Args:
         path: The launcher.
-        known: Fields that the user answers for, such as `num_nodes`.
+        known: Fields that the user sets, such as `num_nodes`.
 
     Raises:
-        ConfigError: It is no Python.
+        ConfigError: The file is not valid Python.
     """
     text = read_text(path)
     try:
@@ -67,16 +67,16 @@ class _Launcher:
         self._run([node for node in tree.body if isinstance(node, (ast.Expr, ast.If))], self._names)
 
     def words(self) -> list[Word]:
-        """Return the words of the flags, those of all texts named `..._args` where no call gets them."""
+        """Return the words of the flags; without a call, those of all texts named `..._args`."""
         if self._found is None:
             texts = [value for name, value in self._names.items() if name.lower().endswith("args")]
             self._found = Text(tuple(p for text in texts if isinstance(text, Text) for p in (*text.pieces, _SPACE)))
         return self._split(self._found)
 
     def _split(self, text: Text) -> list[Word]:
-        """Return the words of a text; one that a piece without a value is in has none, either.
+        """Return the words of a text; a word with an unknown piece is unknown.
 
-        Python joins neighbouring texts, so a flag's line is looked for among those of its piece.
+        Python joins adjacent texts, so a flag's line is searched within the lines of its piece.
         """
         ends = list(itertools.accumulate(len(piece.text) for piece in text.pieces))
         found = []
@@ -91,7 +91,7 @@ class _Launcher:
         return found
 
     def _read_class(self, node: ast.ClassDef) -> None:
-        """Note the defaults of a class's fields, and what `__post_init__` makes of them."""
+        """Record the defaults of a class's fields, and run `__post_init__`."""
         for part in node.body:
             if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
                 name = part.target.id
@@ -107,7 +107,7 @@ class _Launcher:
     # ---- statements ----
 
     def _run(self, body: Sequence[ast.stmt], names: dict[str, Any]) -> Any:
-        """Follow statements; return what the first `return` gives back."""
+        """Interpret statements; return the value of the first `return`."""
         for node in body:
             if isinstance(node, ast.Return):
                 value = self._value(node.value, names) if node.value else None
@@ -131,13 +131,13 @@ class _Launcher:
         return None
 
     def _forget(self, node: ast.AST, names: dict[str, Any]) -> None:
-        """Know nothing more of what a statement sets that is not followed."""
+        """Mark variables that a skipped statement sets as unknown."""
         for part in ast.walk(node):
             if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
                 names[part.id] = Unknown(f"line {part.lineno} sets it")
 
     def _match(self, node: ast.Match, names: dict[str, Any]) -> Any:
-        """Follow the case whose constants are the subject's."""
+        """Interpret the case whose constants equal the subject."""
         subject = self._value(node.subject, names)
         for case in node.cases:
             fits = Unknown(RUNS) if case.guard else _fits(case.pattern, subject)
@@ -166,7 +166,7 @@ class _Launcher:
         if any(isinstance(part, ast.Return) for part in ast.walk(node)):
             names[_MAY_RETURN] = Unknown(self._branches[-1])
         for body in (node.body, node.orelse):
-            # A `return` ends this branch alone: it may not be the one that is taken.
+            # A `return` ends only this branch, which may not be taken.
             self._run([part for part in body if not isinstance(part, ast.Return)], names)
         self._branches.pop()
         return None
@@ -259,7 +259,7 @@ class _Launcher:
         return unknown or called(name or ast.unparse(node.func)[:60], plain)
 
     def _look(self, node: ast.Call, values: Sequence[Any], named: Mapping[str | None, Any]) -> None:
-        """Keep the text that a call is to start the training with."""
+        """Store the text with which a call starts the training."""
         texts = [_joined(value) if isinstance(value, list) else value for value in (*values, *named.values())]
         for text in texts:
             if isinstance(text, Text) and any("train" in piece.text for piece in text.pieces):
@@ -281,14 +281,14 @@ def _piece(text: str, node: ast.expr) -> Piece:
 
 
 def _starts_training(node: ast.AST) -> bool:
-    """Return whether a part of a function gives flags to the training: by their name, or by that of the program."""
+    """Return whether a node passes flags to the training: it has their keyword or the program's name."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return any(PROGRAM.search(word) for word in node.value.split())
     return isinstance(node, ast.keyword) and node.arg == _FLAGS
 
 
 def _fits(pattern: ast.pattern, subject: Any) -> Any:
-    """Return whether a pattern of constants fits a value, or Unknown."""
+    """Return whether a pattern of constants matches a value, or Unknown."""
     if isinstance(pattern, ast.MatchAs) and pattern.pattern is None:
         return True if pattern.name is None else Unknown(RUNS)
     if isinstance(pattern, ast.MatchOr):
@@ -304,7 +304,7 @@ def _fits(pattern: ast.pattern, subject: Any) -> Any:
 
 
 def _joined(values: Sequence[Any]) -> Any:
-    """Return a list's texts with spaces between them."""
+    """Return a list's texts joined with spaces."""
     texts = [value if isinstance(value, Text) else Text((Piece(str(value), 0, 0),)) for value in values]
     if any(isinstance(value, (Unknown, list)) for value in values):
         return Unknown(RUNS)
@@ -312,7 +312,7 @@ def _joined(values: Sequence[Any]) -> Any:
 
 
 def _behind(text: Text) -> Text:
-    """Return what stands behind the training's program."""
+    """Return the text after the training's program."""
     for index, piece in enumerate(text.pieces):
         place = piece.text.find(".py")
         if not piece.why and place >= 0 and any(PROGRAM.search(word) for word in piece.text.split()):

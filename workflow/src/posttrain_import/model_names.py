@@ -1,4 +1,4 @@
-"""Which model of `config/models` the folder of a checkpoint is."""
+"""Finds the model of `config/models` for a checkpoint's folder."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from posttrain.config.model_names import known_models, plain_name
 from posttrain.errors import ConfigError, Problem
 from posttrain_import.script import Script
 
-# What projects append to a model's name for a copy of it in another form.
+# Suffixes of a model's name for copies in other formats.
 FORMS = re.compile(r"[-_](fp8|bf16|int4|nvfp4|mxfp8|torch_dist)$", re.IGNORECASE)
 
 
 def model_of(script: Script, folders: Iterable[Path]) -> str:
-    """Return the model that a script's `--hf-checkpoint` names.
+    """Return the model of a script's `--hf-checkpoint`.
 
     Args:
         script: A launch script.
-        folders: Folders laid out as `config/`.
+        folders: Folders with the layout of `config/`.
 
     Raises:
-        ConfigError: It names none, or none that is known.
+        ConfigError: The script names no known model.
     """
     given = script.flags.get("--hf-checkpoint")
-    # What is not known of the path stands before the folder's name.
+    # Unknown parts of the path come before the folder's name.
     name = "".join(given.values[:1] if given else ()).rstrip("/").rpartition("/")[2]
     known = dict(known_models(folders))
     plain = plain_name(FORMS.sub("", name))

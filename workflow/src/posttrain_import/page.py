@@ -2,7 +2,7 @@
 
     python -m posttrain_import.page docs/coming-from.md
 
-writes them below the comments that name them; a test compares the page with it.
+writes them below the comments with their names; a test compares the page with the output.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from posttrain_import.row import Row, cells
 from posttrain_import.table import ROWS, TABLES
 
-# Of slime's and miles' flags those that a launch script of a few pages has.
+# The flags of slime and miles that a typical launch script has.
 _SHORT = """
 --hf-checkpoint --actor-num-nodes --actor-num-gpus-per-node --prompt-data --input-key --apply-chat-template --rm-type
 --custom-rm-path --eval-prompt-data --num-rollout --rollout-batch-size --n-samples-per-prompt --global-batch-size
@@ -25,7 +25,7 @@ _SHORT = """
 --optimizer-cpu-offload --rollout-num-gpus-per-engine --sglang-mem-fraction-static --prefill-num-servers
 --save-interval --load --dynamic-sampling-filter-path
 """
-# Options of miles' launchers in Python.
+# Options of miles' Python launchers.
 _LAUNCHER = """
 --model-name --fp8-rollout --use-deepep --enable-optimizer-offload --enable-mtp --enable-eval --model-dir --run-id
 --extra-args --mode
@@ -47,7 +47,7 @@ def _line(row: tuple[str, ...]) -> str:
 
 
 def tables() -> Mapping[str, str]:
-    """Return each table by its name."""
+    """Return table name -> table."""
     found = {}
     for name, rows in TABLES.items():
         found[name] = _table(("recipe", "here", "our key"), map(cells, rows))
@@ -58,7 +58,7 @@ def tables() -> Mapping[str, str]:
 
 
 def with_tables(page: str) -> str:
-    """Return a page with its tables as they are to be."""
+    """Return a page with up-to-date tables."""
     return _TABLE.sub(lambda match: match[1] + tables()[match[2]], page)
 
 

@@ -1,4 +1,4 @@
-"""The planner's tables of flags beside a script's: whether Megatron and SGLang are told the same."""
+"""Compares the planner's flags for Megatron and SGLang with a script's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WORDS = {"true": True, "false": False, "none": None, "": True}
 
 
 def emitted(config: Config) -> dict[str, list[Any]]:
-    """Return setting -> its values; engines that prefill and engines that decode may have different ones."""
+    """Return setting -> its values; prefill and decode engines may have different ones."""
     found: dict[str, list[Any]] = {}
     for flags in (megatron_flags(config) | engine_flags(config)).values():
         for item in flags:
@@ -24,7 +24,7 @@ def emitted(config: Config) -> dict[str, list[Any]]:
 
 
 def as_plain(value: Any) -> Any:
-    """Return a value as it is compared: "0.70" is 0.7, "RMSNorm" any spelling, "" a switch that is on."""
+    """Normalize a value for comparison: "0.70" is 0.7, case is ignored, "" is an enabled switch."""
     if not isinstance(value, str):
         return value
     if value.lower() in _WORDS:
@@ -34,12 +34,12 @@ def as_plain(value: Any) -> Any:
 
 
 def disagreement(row: Row, given: Given, settings: dict[str, list[Any]]) -> str:
-    """Return how a setting of the planner differs from what a script gives; "" where it does not.
+    """Return how the planner's setting differs from a script's flag; "" if it does not.
 
     Args:
-        row: Of the table.
-        given: One of its flags.
-        settings: What `emitted` has found.
+        row: Row of the table.
+        given: A flag of the row.
+        settings: From `emitted`.
     """
     name = row.setting_of(given.name)
     if not name:

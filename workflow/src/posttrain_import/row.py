@@ -1,6 +1,6 @@
-"""One row of the table behind docs/coming-from.md: flags of slime and miles, our programs' flags, and our keys.
+"""A row of the table in docs/coming-from.md: flags of slime and miles, flags of our programs, and our keys.
 
-The page is printed from the rows, and `posttrain import-flags` goes through them in the other direction.
+The page is printed from the rows; `posttrain import-flags` uses them to convert scripts.
 """
 
 from __future__ import annotations
@@ -10,32 +10,32 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# Flags of a script: name -> what follows it.
+# Flags of a script: name -> values.
 Values = Mapping[str, tuple[str, ...]]
-# What a flag's values, beside those of the other flags, mean in our keys.
+# (values of a flag, all flags) -> values of our keys.
 Convert = Callable[[tuple[str, ...], Values], Mapping[str, Any]]
 
 
 class NotHere(ValueError):
-    """A flag whose value has no equal among our keys; the text says why."""
+    """A flag's value has no equivalent among our keys; the message gives the reason."""
 
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """Flags that belong together.
+    """Flags that are converted together.
 
     Args:
-        theirs: Each with the value of the recipes, where it takes one: "--lr 1e-6"; variables of the environment, too.
-        keys: Our keys. Without `convert`, the first flag's value is the first key's, and so on.
-        here: What `megatron_flags` and `sglang_flags` call the setting, flag by flag; "" where they have none.
-        note: What else there is to know: why it is left out, or done otherwise.
-        convert: What the first flag's values mean, where they are not the keys' as they are.
+        theirs: Flags with the recipes' values: "--lr 1e-6"; also environment variables.
+        keys: Our keys. Without `convert`, the nth flag sets the nth key.
+        here: Names of the settings in `megatron_flags` and `sglang_flags`, per flag; "" if there is none.
+        note: Further explanation: why it is ignored, or done differently.
+        convert: Converts the first flag's values, if they differ from the keys'.
         not_here: Why none of the flags can be taken over.
-        only: Values that leave nothing out where there is no key; empty: any.
-        absent: What both projects do without the first flag; None: not told by the flag's absence.
+        only: Values that may be ignored if there is no key; empty: any.
+        absent: Both projects' behaviour without the first flag; None: its absence has no meaning.
         renamed: Their value -> ours in `here`.
-        late: The key is set only where what follows from all others differs from the script.
-        told: The page's second column, where `here` is not what it says.
+        late: Set the key only if the value that follows from all others differs from the script.
+        told: The page's second column, if it differs from `here`.
     """
 
     theirs: tuple[str, ...]
@@ -52,22 +52,22 @@ class Row:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The flags without their values."""
+        """Names of the flags."""
         return tuple(re.split("[ =]", flag)[0] for flag in self.theirs)
 
     def key_of(self, name: str) -> str:
-        """Return the key that a flag's value is taken over to as it is; "" where there is none."""
+        """Return the key that gets a flag's value unchanged; "" if there is none."""
         place = self.names.index(name)
         return self.keys[place] if self.convert is None and place < len(self.keys) else ""
 
     def setting_of(self, name: str) -> str:
-        """Return what the planner calls a flag's setting; "" where it has none."""
+        """Return the planner's name of a flag's setting; "" if there is none."""
         place = self.names.index(name)
         return self.here[place] if place < len(self.here) else ""
 
 
 def row(theirs: str, keys: str = "", here: str = "", note: str = "", **more: Any) -> Row:
-    """Return a row; lists are words with spaces between them, and "-" stands for none."""
+    """Return a row; lists are separated by spaces, and "-" means none."""
     is_flags = theirs.startswith("--")
     flags = re.findall(r"--[^ ]+(?: (?!--)[^ ]+)*", theirs) if is_flags else theirs.split()
     settings = tuple("" if word == "-" else word for word in here.split())
@@ -75,7 +75,7 @@ def row(theirs: str, keys: str = "", here: str = "", note: str = "", **more: Any
 
 
 def cells(item: Row) -> tuple[str, str, str]:
-    """Return the three cells of the page: their flags, what becomes of them here, our keys."""
+    """Return the page's three cells: their flags, their effect here, our keys."""
     settings = ", ".join(f"`{name}`" for name in dict.fromkeys(item.here) if name)
     here = "; ".join(part for part in (item.told or settings, item.note) if part)
     return ", ".join(f"`{flag}`" for flag in item.theirs), here, ", ".join(f"`{key}`" for key in item.keys)

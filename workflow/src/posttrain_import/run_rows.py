@@ -1,4 +1,4 @@
-"""Algorithm, rollout, data and run: flags of slime and miles that no vendor's program gets."""
+"""Flags of slime and miles for algorithm, rollout, data and run, which no vendor's program gets."""
 
 from __future__ import annotations
 

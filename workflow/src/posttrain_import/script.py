@@ -1,7 +1,7 @@
-"""The flags of a launch script of slime or miles with values and lines, for bash and Python alike.
+"""The flags of a slime or miles launch script with values and lines, for bash and Python.
 
-A script is read, never run. What only running it would tell (a command's output, a variable that it does not set, a
-branch) is kept as unknown, with the reason.
+A script is parsed, not run. Values that only a run would determine (a command's output, an unset variable, a branch)
+are unknown, with a reason.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from pathlib import Path
 
 from posttrain.errors import ConfigError, Problem
 
-# A launcher is a page or two; a script that makes more of itself is not one.
+# Launchers take a page or two; larger scripts are rejected.
 MOST_BYTES = 2**17
 MOST_CHARACTERS = 2**16
 MOST_WORDS = 10_000
-# Words and characters that are put together while it is read; launchers in the wild need a tenth.
+# Limit of words and characters that are assembled in parsing; ten times what real launchers need.
 MOST_STEPS = 500_000
 UNSET = "the script does not set"
 FLAG = re.compile(r"--[A-Za-z][\w-]*")
-# What starts the training in both projects.
+# Name of the training program in both projects.
 PROGRAM = re.compile(r"(^|/)train(_async)?\.py$")
 
 
@@ -31,11 +31,11 @@ class Word:
     """One word of a command.
 
     Args:
-        text: As the program would get it; as the script spells it where that is not known.
-        place: Where it stands: file and line.
-        why: Why it is not known; "" where it is.
-        is_list: It stands for any number of words, some of which may be flags.
-        is_split: It stands for any number of words, unless the flag before it has no value yet.
+        text: Its text after expansion; if unknown, as spelled in the script.
+        place: File and line.
+        why: Why it is unknown; "" if it is known.
+        is_list: It may expand to any number of words, including flags.
+        is_split: It may expand to any number of words; right after a flag, it is the flag's value.
     """
 
     text: str
@@ -50,10 +50,10 @@ class Given:
     """One flag of the script.
 
     Args:
-        name: With its dashes.
-        values: What follows it.
-        place: Where it stands: file and line.
-        why: Why its value is not known; "" where it is.
+        name: Name with its dashes.
+        values: Words after it.
+        place: File and line.
+        why: Why its value is unknown; "" if it is known.
     """
 
     name: str
@@ -67,8 +67,8 @@ class Script:
     """A launch script.
 
     Args:
-        flags: Name -> flag; of one that is given twice the last, as the parsers of both projects do it.
-        unread: What stands among the flags and is not known; its name is as the script spells it.
+        flags: Name -> flag; the last one wins, as in both projects' parsers.
+        unread: Unknown words among the flags; their names are as spelled in the script.
     """
 
     flags: Mapping[str, Given]
@@ -76,16 +76,16 @@ class Script:
 
 
 class Budget:
-    """What may be made of one script: texts that double themselves are ended."""
+    """Limits the work for one script, for example for texts that double themselves."""
 
     def __init__(self) -> None:
         self._left = MOST_STEPS
 
     def spend(self, steps: int) -> None:
-        """Count steps.
+        """Add steps.
 
         Raises:
-            ConfigError: There were too many.
+            ConfigError: The limit is exceeded.
         """
         self._left -= steps
         if self._left < 0:
@@ -93,20 +93,20 @@ class Budget:
 
 
 def too_much(reason: str) -> ConfigError:
-    """Return the error of a script that is more work than launch scripts are."""
+    """Return the error for a script that needs more work than launch scripts do."""
     remedy = "give the script that starts the training, without what makes it long"
     return ConfigError([Problem("the script", reason, "flags of one training", remedy)])
 
 
 def flags_of(words: Iterable[Word], has_lists: bool = False) -> Script:
-    """Return the flags among the words of a command; of one that is given twice the last counts.
+    """Return the flags among a command's words; the last of repeated flags wins.
 
     Args:
-        words: Behind the program.
-        has_lists: A list that is not known may hold any flag, those that stand before it, too.
+        words: Words after the program.
+        has_lists: An unknown list may repeat any flag, including earlier ones.
     """
     found: list[Given] = []
-    # Why a flag itself need not be there.
+    # Why each flag itself may be absent.
     reasons: list[str] = []
     unread: list[Given] = []
     for word in words:
@@ -121,7 +121,7 @@ def flags_of(words: Iterable[Word], has_lists: bool = False) -> Script:
                 found = [replace(given, why=given.why or why) for given in found]
         elif found:
             found[-1] = replace(found[-1], values=(*found[-1].values, word.text), why=found[-1].why or word.why)
-            # Where its flag is missing, a value belongs to the flag before that one.
+            # If a flag is absent, its value belongs to the flag before it.
             at = len(found) - 1
             while at and reasons[at] and not word.why:
                 at -= 1
@@ -130,7 +130,7 @@ def flags_of(words: Iterable[Word], has_lists: bool = False) -> Script:
 
 
 def merged(calls: Sequence[Sequence[Word]]) -> Script:
-    """Return the flags that all possible calls of the training agree on."""
+    """Return the flags on which all possible calls of the training agree."""
     scripts = [flags_of(words, True) for words in calls]
     flags: dict[str, Given] = {}
     for script in scripts:
@@ -146,7 +146,7 @@ def merged(calls: Sequence[Sequence[Word]]) -> Script:
 
 
 def split_words(text: str) -> Iterator[tuple[int, str, str]]:
-    """Yield (place of its first character, as it is spelled, without quotation marks) of each word of a command."""
+    """Yield (position of the first character, text as spelled, text without quotes) of each word of a command."""
     for match in re.finditer(r"""(?:"[^"]*"|'[^']*'|\S)+""", text):
         try:
             (plain,) = shlex.split(match[0]) or [""]
@@ -159,7 +159,7 @@ def read_text(path: Path) -> str:
     """Return a script's text.
 
     Raises:
-        ConfigError: It is no file, no text, or too long for a script.
+        ConfigError: The path is not a text file, or too long for a script.
     """
     remedy = "give the path of a launch script of slime (bash) or miles (Python)"
     try:

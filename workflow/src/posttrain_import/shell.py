@@ -1,7 +1,7 @@
-"""Launch scripts in bash: a small interpreter over the syntax tree, which runs no command.
+"""An interpreter for bash launch scripts, which walks the syntax tree and runs no command.
 
-It follows assignments, arrays, `if`, `case`, functions and `source` over what is known. What a loop or anything else
-may set is unknown from there on, with the line; so is everything where a construct could set any variable.
+It interprets assignments, arrays, `if`, `case`, functions and `source` with known values. Variables that a loop or an
+unsupported construct may set become unknown from there on, with the line; if it could set any variable, all do.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _STATUSES: dict[str, bool | None] = {
     **dict.fromkeys(("wait", "umask", "ulimit", "hash", "type", "jobs", "disown", "kill", "times", "pwd", "alias")),
     **dict.fromkeys(("cd", "pushd", "popd", "test", "sleep", "printf")),
 }
-# Builtins that set the variables that their words name; builtins that may set any.
+# Builtins that set the variables in their words; builtins that may set any variable.
 _SETTER = re.compile(r"(read|mapfile|readarray|getopts|let|shift)( |$)|printf -v|wait .*-\w*p", re.DOTALL)
 _SET_ANY = {
     "eval",
@@ -55,13 +55,13 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[.*?\])?(\+?=)(.*)", re.DOTALL)
 
 
 def read_shell(path: Path) -> Script:
-    """Return the flags that a bash script gives to `train.py`, or those of all its arrays where it calls none.
+    """Return the flags that a bash script passes to `train.py`; without a call, those of all its arrays.
 
     Raises:
-        ConfigError: It is no script, or more work than one.
+        ConfigError: The file is not a script, or needs too much work.
     """
     shell, state, text = Shell(path.parent), State(), read_text(path)
-    # Bash takes a byte order mark for the beginning of a command's name.
+    # Bash reads a byte order mark as part of the first command's name.
     shell.program(parse(re.sub("^\ufeff", "bom ", text), path.name), state)
     calls = shell.calls
     if not calls and "train" not in text:
@@ -71,7 +71,7 @@ def read_shell(path: Path) -> Script:
 
 
 class Shell(Flow):
-    """Follows scripts, and keeps what they give to the training."""
+    """Interprets scripts, and records the words that they pass to the training."""
 
     # ---- assignments ----
 
@@ -142,7 +142,7 @@ class Shell(Flow):
             if is_function or name in state.functions:
                 state.functions.pop(name, None)
             if not is_function:
-                # Local variables of the caller hide others, which are visible again.
+                # Unsetting a caller's local variable makes the hidden one visible again.
                 hiding = [found for *_, found in self._locals if name in found]
                 for found in hiding:
                     found[name] = None
@@ -157,7 +157,7 @@ class Shell(Flow):
         return True
 
     def _substitutions(self, code: Code, state: State) -> bool | None:
-        """Look for calls in what a command is given; return whether the last substitution succeeds."""
+        """Search a command's substitutions for calls; return whether the last substitution succeeds."""
         status: bool | None = True
         for part in code.walk():
             if part.type in ("command_substitution", "process_substitution"):
@@ -184,7 +184,7 @@ class Shell(Flow):
         if not words or state.is_over:
             return self._run(prefix, state)
         if prefix and (words[0].text in {*state.functions, *_SET_ANY} or SETS.search(code.text)):
-            # A function loses these when it ends.
+            # Prefix assignments end with the function call.
             self._run(prefix, state)
             status = self._call(words, code, state)
             state.forget([part.parts[0].text for part in prefix], f"line {code.line} sets it for one command")
@@ -192,7 +192,7 @@ class Shell(Flow):
         return self._call(words, code, state)
 
     def _call(self, words: list[Word], code: Code, state: State, is_direct: bool = False) -> bool | None:
-        """Follow a command by its words: a function, a builtin, or a program that is not run."""
+        """Interpret a command by its words: a function, a builtin, or a program that is not run."""
         name, given, texts = words[0].text, words[1:], [word.text for word in words[1:]]
         spelled = " ".join(word.text for word in words)
         if words[0].why:
@@ -279,16 +279,16 @@ class Shell(Flow):
         return status
 
     def _hide(self, name: str, hidden: Variable | None) -> None:
-        """Note what a local variable hides; nothing where it may be another value, or not be hidden."""
+        """Record the variable that a local one hides; None if it may have another value, or not be hidden."""
         depth, before, found = self._locals[-1]
-        # Three steps deeper are the statements of the body that nothing passes over.
+        # At depth + 3 are the statements of the function's body that always run.
         is_sure = self._depth == depth + 3 and hidden is before.get(name)
         found.setdefault(name, hidden if is_sure else None)
 
     def _source(self, given: Sequence[Word], code: Code, state: State) -> bool | None:
-        """Follow a script that lies beside this one, unless it may be another one when it is run."""
+        """Interpret a script in this script's folder, unless another file may be there at run time."""
         word = given[0]
-        # Of a path that is not known, what follows the last expansion is looked for.
+        # If the path is unknown, use the part after its last expansion.
         tail = re.split(r"[)}`\"]|\$\w+", word.text)[-1].lstrip("/") if word.why else word.text
         folder, path = self._folder.resolve(), (self._folder / tail).resolve()
         text = code.source.decode("utf-8", "replace")
@@ -306,20 +306,20 @@ class Shell(Flow):
             return self._left_early(self._returns, run, state, f"{name} may return earlier")
         why = "it does not lie beside the script, so what it sets is not known"
         self.unread.append(Given(f"source {word.text}", (), word.place, why))
-        # A file whose name is not known may be this one.
+        # A file with an unknown name may be this one.
         if not is_beside or word.why or path.exists() or re.search(r">\s*\S*[$`]", text):
             state.lose(f"{word.place} sources what is not read")
         return None
 
     def _launch(self, words: Sequence[Word], code: Code | None = None) -> None:
-        """Look whether a program that is not run here starts the training."""
+        """Check whether a program starts the training."""
         name = next((word.text.rpartition("/")[2] for word in words if word.text.rpartition("/")[2] not in SHELLS), "")
         if name.endswith(".sh") and code and code.source.count(name.encode()) > 1:
             self._add(unclear_call("train.py", code.place, f"what {name} starts is not known"))
         self._add(found_call(words, self._inner_script) if words else None)
 
     def _inner_script(self, text: Word, given: Sequence[Word]) -> None:
-        """Follow a script that is a word of a command."""
+        """Interpret a script that is passed as a word of a command."""
         if text.why:
             self._add(unclear_call(f"{text.text} train.py", text.place, text.why))
             return

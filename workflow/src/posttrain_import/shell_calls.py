@@ -1,4 +1,4 @@
-"""Which commands of a launch script start the training, and with which words."""
+"""Finds the commands of a launch script that start the training, and their words."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from posttrain_import.script import FLAG, PROGRAM, Word
 
 SHELLS = {"bash", "sh", "dash", "zsh"}
 _PYTHON = re.compile(r"(python|pypy)[\d.]*$")
-# Programs that start the program that their words name.
+# Programs that start the program in their words.
 STARTERS = {
     *("torchrun", "accelerate", "deepspeed", "ray", "srun", "sbatch", "mpirun", "mpiexec", "nohup", "env", "timeout"),
     *("sudo", "su", "nice", "ionice", "numactl", "taskset", "stdbuf", "setsid", "conda", "micromamba", "uv", "poetry"),
     *("pipenv", "singularity", "apptainer", "docker", "podman", "kubectl", "ssh", "pdsh", "clush", "tmux", "screen"),
     *("xargs", "parallel", "nsys", "ncu", "strace", "gdb", "watch", "script", "unbuffer", "chroot", "doas", "modal"),
 }
-# Programs that name it without starting it.
+# Programs that mention a program without starting it.
 _MENTIONS = {
     *("pkill", "pgrep", "kill", "killall", "ps", "cp", "mv", "rm", "ln", "ls", "cat", "head", "tail", "less", "more"),
     *("echo", "printf", "grep", "egrep", "rg", "sed", "awk", "find", "wc", "chmod", "chown", "touch", "git", "scp"),
     *("rsync", "tar", "zip", "diff", "cmp", "md5sum", "sha256sum", "stat", "file", "vim", "nano", "tee", "logger"),
     *("black", "ruff", "flake8", "mypy", "pylint", "wget", "curl", "dirname", "basename", "mkdir", "pip", "date"),
 }
-# Of these none is a function of a script that is not read.
+# Names that cannot be functions of an unread script.
 KNOWN = {*SHELLS, *STARTERS, *_MENTIONS, "python", "python3"}
 
 
 def unclear_call(text: str, place: str, why: str) -> list[Word] | None:
-    """Return the flags of a text that is not understood, if it may start the training."""
+    """Return the flags of a text that cannot be parsed, if it may start the training."""
     if not re.search(r"train\w*\.py|\$|\balias\b", re.sub(r"\$\([^()]*\)", "", text)):
         return None
     file, _, line = place.rpartition(":")
@@ -39,11 +39,11 @@ def unclear_call(text: str, place: str, why: str) -> list[Word] | None:
 
 
 def found_call(words: Sequence[Word], follow: Callable[[Word, Sequence[Word]], None]) -> list[Word] | None:
-    """Return the words that a command gives to the training, None where it starts none.
+    """Return the words that a command passes to the training; None if it does not start it.
 
     Args:
-        words: Of the command.
-        follow: Is given a word that is a script, and the words behind it.
+        words: Words of the command.
+        follow: Called with a word that is a script, and the words after it.
     """
     texts = [word.text for word in words]
     name = texts[0].rpartition("/")[2]

@@ -1,4 +1,4 @@
-"""Conditions of bash: `[ ... ]` and `[[ ... ]]`, with an answer of yes, no or not known."""
+"""Evaluates bash's conditions `[ ... ]` and `[[ ... ]]` to true, false or unknown."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _NUMBERS = {
 
 
 def condition(parts: Sequence[Code], words: Words, is_double: bool) -> bool | None:
-    """Return whether a condition holds, None where that is not known.
+    """Return whether a condition holds, None if unknown.
 
     Args:
-        parts: Between the brackets, or of one expression in them.
-        words: Expands its words.
+        parts: Nodes between the brackets, or of one expression in them.
+        words: Expands the condition's words.
         is_double: The condition is in double brackets.
     """
     if len(parts) == 1 and parts[0].type in ("binary_expression", "unary_expression", "parenthesized_expression"):
@@ -57,13 +57,13 @@ def condition(parts: Sequence[Code], words: Words, is_double: bool) -> bool | No
 
 
 def _text(code: Code, words: Words, is_double: bool) -> str | None:
-    """Return the text of one word; between single brackets it is split."""
+    """Return the text of one word, which is split in single brackets."""
     found = [words.joined(code.text)] if is_double else words.fields(code.text)
     return found[0].text if len(found) == 1 and not found[0].why else None
 
 
 def fits(subject: Word, pattern: str) -> bool | None:
-    """Return whether a text is of a pattern; None where bash and Python may take its characters differently."""
+    """Return whether a text matches a pattern; None if bash and Python may differ."""
     is_plain = re.fullmatch(r"([\w.*?/-]|\[[a-z0-9-]+\])+|(\"[\w./-]*\")", pattern, re.ASCII)
     if subject.why or not is_plain or not subject.text.isascii():
         return None

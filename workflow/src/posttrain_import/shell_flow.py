@@ -1,6 +1,6 @@
-"""Control flow of bash: which statements are followed, one after the other, in branches, loops and shells of their own.
+"""Control flow of bash: interprets statements in sequence, in branches, loops and subshells.
 
-Variables that a loop or an unsupported construct may set are unknown from there on, with the line.
+Variables that a loop or an unsupported construct may set become unknown from there on, with the line.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from posttrain_import.shell_state import State, Variable
 from posttrain_import.shell_tree import Code, Misread, Unclear, check, parse, statements, words_of
 from posttrain_import.shell_words import SETS, Words, changed_names
 
-# Follows a part: changes the state and returns whether the part succeeds, None where that is not known.
+# Interprets a part: changes the state and returns whether the part succeeds, None if unknown.
 Run = Callable[[State], bool | None]
 
 _DEEPEST = 40
 _NAME = re.compile(r"[A-Za-z_]\w*")
-# Names of variables behind a dollar, which are only read; what names the variable that it sets by an expansion.
+# Variables after a dollar sign, which are only read; constructs that set a variable whose name is expanded.
 _READ = re.compile(r"\$\w+|\$\{\w+(?=[}\[:%#/-])")
 _INDIRECT = re.compile(
     r"((read|mapfile|readarray|getopts|let|unset|export|declare|local|typeset|readonly)\b[^=<]*)\$"
     r"|(declare|local|typeset)\s+-\w*n|\(\([^)]*\$\w+\}?\s*(\+\+|--|[-+*/%]?=[^=])"
 )
-# Files that can be opened in any case.
+# Redirections that cannot fail.
 _OPENS = re.compile(
     r"\d*([&>|]+|<&)\s*(/dev/(null|stdout|stderr|tty)|-|[\w.-]+|>\(.*)|<\s*(/dev/null|<\(.*)", re.DOTALL
 )
-# Nodes that end the shell when they fail under `set -e`.
+# Nodes whose failure ends the shell under `set -e`.
 _LEAVES = {"command", "test_command", "compound_statement", "subshell", "variable_assignment", "pipeline"}
 _LOOPS = ("for_statement", "c_style_for_statement", "while_statement")
 _STATEMENTS = {
@@ -44,24 +44,24 @@ _STATEMENTS = {
 
 
 class Flow:
-    """Follows statements; the commands among them are the subclass's, in a method for each type of node.
+    """Interprets statements; a subclass interprets commands, with one method per type of node.
 
     Args:
-        folder: Where those lie that may be sourced.
+        folder: Folder of scripts that may be sourced.
     """
 
     def __init__(self, folder: Path):
         self.budget, self.calls, self.unread = Budget(), list[list[Word]](), list[Given]()
         self._folder, self._sources, self._depth, self._guards = folder, 0, 0, 0
-        # Bodies of the functions that are followed; states in which functions, and loops, are left early.
+        # Bodies of the active functions; `_returns` and `_breaks` have the states at early exits.
         self._active: list[Code] = []
-        # Of each its depth, the variables at its beginning, and what its local ones hide.
+        # Per function: its depth, the variables at its beginning, and those that its local variables hide.
         self._locals: list[tuple[int, dict[str, Variable], dict[str, Variable | None]]] = []
         self._returns: list[list[State]] = []
         self._breaks: list[list[State]] = []
 
     def program(self, code: Code, state: State) -> bool | None:
-        """Follow a script; what comes after a part that is misread is not followed."""
+        """Interpret a script, up to the first part that cannot be parsed."""
         status: bool | None = True
         for part, is_background in statements(code.parts):
             if state.is_over:
@@ -80,7 +80,7 @@ class Flow:
         return status
 
     def _script(self, text: str, place: str, state: State) -> bool | None:
-        """Follow a text as a separate script."""
+        """Interpret a text as a separate script."""
         file, _, line = place.rpartition(":")
         self.budget.spend(len(text))
         return self._deeper(partial(self.program, parse(text, file, int(line))), state)
@@ -93,7 +93,7 @@ class Flow:
     def _words(self, state: State, code: Code) -> Words:
         return Words(state, code.place, self.budget)
 
-    # ---- ways to follow ----
+    # ---- kinds of execution ----
 
     def _deeper(self, run: Run, state: State) -> bool | None:
         self._depth += 1
@@ -105,7 +105,7 @@ class Flow:
             self._depth -= 1
 
     def _run(self, parts: Sequence[Code], state: State) -> bool | None:
-        """Follow statements one after the other."""
+        """Interpret statements in sequence."""
         status: bool | None = True
         for part, is_background in statements(parts):
             if state.is_over:
@@ -114,7 +114,7 @@ class Flow:
         return status
 
     def _apart(self, parts: Sequence[Code], state: State) -> bool | None:
-        """Follow statements in a shell of their own."""
+        """Interpret statements in a subshell."""
         inner = state.copy()
         try:
             status = self._run(parts, inner)
@@ -125,7 +125,7 @@ class Flow:
         return inner.status if inner.is_over else status
 
     def _guarded(self, parts: Sequence[Code], state: State) -> bool | None:
-        """Follow a condition, in which nothing ends the shell by failing."""
+        """Interpret a condition, in which failures do not end the shell."""
         self._guards += 1
         try:
             return self._run(parts, state)
@@ -133,16 +133,16 @@ class Flow:
             self._guards -= 1
 
     def _either(self, runs: Sequence[Run], state: State, why: str) -> bool | None:
-        """Follow what may be done, and keep what all of it agrees on."""
+        """Interpret alternatives, and keep the values on which all agree."""
         ends = [state.copy() for _ in runs]
         found = {run(end) for run, end in zip(runs, ends, strict=True)}
         state.become(ends, why)
         return found.pop() if len(found) == 1 else None
 
     def _repeat(self, run: Run, state: State, why: str) -> None:
-        """Follow what is done any number of times, until nothing more is found that it sets.
+        """Interpret a part that runs any number of times, until it sets no further variable.
 
-        All of that is unknown where it begins.
+        All variables that it sets are unknown at its beginning.
         """
         calls, written, before, trial = list(self.calls), set[str](), state.copy(), state
         while True:
@@ -158,7 +158,7 @@ class Flow:
         state.become([before, trial], why)
 
     def _left_early(self, frames: list[list[State]], run: Run, state: State, why: str) -> bool | None:
-        """Follow what may be left before its end."""
+        """Interpret a part that may exit early."""
         frames.append([])
         try:
             status = self._deeper(run, state)
@@ -169,7 +169,7 @@ class Flow:
         return None if len(ends) > 1 else status
 
     def _poison(self, code: Code, state: State, why: str, text: str) -> None:
-        """Know nothing more of what is named in a text, and look for calls in a construct that is not followed."""
+        """Mark the variables in a text as unknown, and search a construct that is not interpreted for calls."""
         if _INDIRECT.search(text) or code.type == "command":
             state.lose(why)
         if code.type == "command":
@@ -178,7 +178,7 @@ class Flow:
         self._repeat(partial(self._inside, code), state, why)
 
     def _inside(self, code: Code, state: State) -> None:
-        """Follow the statements in a construct one after the other."""
+        """Interpret the statements in a construct in sequence."""
         run = self._guarded if code.type == "while_statement" else self._run
         run([part for part in code.parts if part.type in _STATEMENTS or part.type == "&"], state)
         for part in code.parts:
@@ -218,7 +218,7 @@ class Flow:
         return self._clauses(clauses, f"it depends on the branch in line {code.line}", state)
 
     def _clauses(self, clauses: Sequence[Sequence[Code]], why: str, state: State) -> bool | None:
-        """Follow the first clause whose condition holds."""
+        """Interpret the first clause whose condition holds."""
         if not clauses:
             return True
         first, *rest = clauses
@@ -229,7 +229,7 @@ class Flow:
         if any(part.text.startswith("exit") for part in first[then:]) and any(
             "-z" in part.text for part in first[:then]
         ):
-            # The environment of whoever starts the script has what it asks for.
+            # The caller's environment may satisfy the check, so both branches are interpreted.
             status = None
         body, otherwise = partial(self._run, first[then + 1 :]), partial(self._clauses, rest, why)
         follow = body if status else partial(self._deeper, otherwise)
@@ -252,7 +252,7 @@ class Flow:
         return self._either(runs, state, f"it depends on the case in line {code.line}")
 
     def _for_statement(self, code: Code, state: State) -> bool | None:
-        """Follow a loop over known words that nothing leaves early."""
+        """Interpret a loop over known words that has no early exit."""
         name, head = code.parts[1].text, [part for part in code.parts[3:-1] if part.type != ";"]
         words = [word for part, item in words_of(head) for word in self._words(state, part).fields(item)]
         body = partial(self._run, code.parts[-1].parts[1:-1])

@@ -1,6 +1,6 @@
-"""What is known while a bash script is read: variables, functions, and the join of branches.
+"""The state of a bash script that is parsed: variables, functions, and the join of branches.
 
-Of branches of which any may be taken, a variable keeps the value that all have and is unknown otherwise.
+If any of several branches may be taken, a variable keeps a value that all share, and is unknown otherwise.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from posttrain_import.script import FLAG, UNSET, Word
 from posttrain_import.shell_tree import Code, Misread
 
-# Variables that bash or the environment sets: neither a default nor an assignment says what they hold.
+# Variables that bash or the environment sets, so neither a default nor an assignment determines their value.
 _AMBIENT = {
     *("HOME", "PATH", "USER", "LOGNAME", "PWD", "OLDPWD", "SHELL", "HOSTNAME", "LANG", "TERM", "TMPDIR", "RANDOM"),
     *("SRANDOM", "SECONDS", "LINENO", "PPID", "UID", "EUID", "GROUPS", "FUNCNAME", "PIPESTATUS", "REPLY", "OPTARG"),
@@ -25,7 +25,7 @@ class Variable:
     """A variable of bash.
 
     Args:
-        words: Its items; a scalar has one. One without a text stands for any number of items.
+        words: Its items; a scalar has one. An item without a text stands for any number of items.
         is_array: Whether it is, or may be, an array.
     """
 
@@ -33,27 +33,27 @@ class Variable:
     is_array: bool = False
 
     def is_unset(self) -> bool:
-        """Return whether nothing but the environment could give it a value."""
+        """Return whether only the environment could set it."""
         return bool(self.words) and not self.words[0].text and UNSET in self.words[0].why
 
     def has_flags(self) -> bool:
-        """Return whether there may be a flag in it."""
+        """Return whether it may contain a flag."""
         return any(word.is_list or "--" in word.text for word in self.words)
 
 
 @dataclass
 class State:
-    """Everything that a statement may change.
+    """The state that statements change.
 
     Args:
-        variables: By name; "@" has the arguments.
-        functions: Name -> its body; None where it is not known.
-        fixed: Names whose assignments are not followed, because they have attributes.
-        constants: Names that are read-only.
-        options: Of `set`, by their letters, and pipefail.
-        lost: Why a variable that has no value here may have any; "" where it is the environment's.
-        is_over: The shell has ended, with `status`: True where that was success, None where it is not known.
-        written: Names that were set; "": any. Copies share it.
+        variables: Name -> variable; "@" has the arguments.
+        functions: Name -> body; None if unknown.
+        fixed: Names whose assignments are not interpreted, because of their attributes.
+        constants: Read-only names.
+        options: Options of `set`, as letters, and pipefail.
+        lost: Why a variable without a value here may have any value; "": only the environment may set it.
+        is_over: The shell has ended with `status`: True: success, None: unknown.
+        written: Names that were set; "": any. Shared by copies.
     """
 
     variables: dict[str, Variable] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class State:
     written: set[str] = field(default_factory=set)
 
     def copy(self) -> State:
-        """Return a state that can be changed by itself."""
+        """Return an independent copy."""
         return replace(self, variables=dict(self.variables), functions=dict(self.functions))
 
     def get(self, name: str) -> Variable:
@@ -80,7 +80,7 @@ class State:
         """Set a variable, or add to it.
 
         Raises:
-            Misread: It decides how words are read, or cannot be set.
+            Misread: The variable affects how words are parsed, or is read-only.
         """
         old = self.get(name)
         if name in ("IFS", "POSIXLY_CORRECT", "GLOBIGNORE"):
@@ -100,12 +100,12 @@ class State:
             may_be_list = bool(why) and (old.has_flags() or Variable(tuple(words)).has_flags())
             words = [Word(f"${name}" if why else kept[0].text + words[0].text, words[0].place, why, may_be_list)]
         if kept and old.is_array and not is_array:
-            # The first item of an array is set.
+            # A scalar assignment to an array sets its first item.
             words = [*words, *(kept if kept[0].why and not kept[0].text else kept[1:])]
         self.variables[name] = Variable(tuple(words), is_array or (old.is_array and bool(kept)))
 
     def forget(self, names: Iterable[str], why: str, is_list: bool = False, is_array: bool = False) -> None:
-        """Know nothing more of some variables."""
+        """Mark variables as unknown."""
         for name in names:
             old = self.get(name)
             word = Word("", "", why, is_list or old.has_flags())
@@ -113,12 +113,12 @@ class State:
             self.written.add(name)
 
     def lose(self, why: str) -> None:
-        """Know nothing of any variable."""
+        """Mark all variables and functions as unknown."""
         self.written.add("")
         self.variables, self.functions, self.lost = {}, dict.fromkeys(self.functions), why
 
     def become(self, others: Sequence[State], why: str) -> None:
-        """Take what holds in all of some states that are not over."""
+        """Join states that are not over: keep what all share."""
         first, *rest = [state for state in others if not state.is_over] or others[:1]
         for one in rest:
             names = one.variables.keys() | first.variables.keys()
@@ -136,13 +136,13 @@ def _joined(one: Variable, other: Variable, why: str) -> Variable:
         return one
     mine, theirs = [() if side.is_unset() else side.words for side in (one, other)]
     if not (one.is_array or other.is_array):
-        # A variable that only one branch sets may have a value, so its default is not used.
+        # A variable that only one branch sets may have a value, so its default does not apply.
         why = next((word.why for word in (*mine, *theirs) if word.why and UNSET not in word.why), why)
         return Variable((Word("", "", why, one.has_flags() or other.has_flags()),))
     shared = 0
     while shared < min(len(mine), len(theirs)) and mine[shared] == theirs[shared]:
         shared += 1
-    # A value after the last shared flag belongs to it in one branch alone.
+    # A value after the last shared flag belongs to that flag in only one branch.
     while shared and not all(FLAG.match(rest[shared].text) for rest in (mine, theirs) if len(rest) > shared):
         shared -= 1
     rest = [replace(word, why=word.why or why) for word in (*mine[shared:], *theirs[shared:])]

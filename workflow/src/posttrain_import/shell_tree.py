@@ -1,7 +1,7 @@
-"""The syntax tree of a bash script, as tree-sitter-bash has it, with checks of what the grammar gets wrong.
+"""The syntax tree of a bash script from tree-sitter-bash, with checks for errors of the grammar.
 
-The grammar recovers from what it does not understand and says so, but it also misreads some here-documents and keywords
-without a word. A statement that fails a check here, and all that follow it, are not interpreted.
+The grammar reports most code that it cannot parse, but silently misparses some here-documents and keywords. A statement
+that fails a check here, and all statements after it, are not interpreted.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import tree_sitter_bash
 
 from posttrain_import.script import too_much
 
-# Launch scripts nest five or six deep; the parser's time grows with the square of it.
+# Launch scripts nest five or six deep; parsing time grows with the square of the depth.
 MOST_NESTED = 60
-# Here-documents and what is expanded in them: the parser's time grows with the square of their number.
+# Limits of here-documents and expansions; parsing time grows with the square of their number.
 _MOST_OF = {"$": 5000, "`": 5000, "<<": 500}
 _LANGUAGE = tree_sitter.Language(tree_sitter_bash.language())
 _ONE_LINE = {"command", "declaration_command", "unset_command", "redirected_statement", "file_redirect"}
@@ -28,21 +28,21 @@ _EMPTY = re.compile(r"\b(then|else)[\s;]+(fi|else|elif)\b|\b(if|elif)[\s;]+then\
 
 
 class Misread(Exception):
-    """The tree is not what bash would read, or what follows it cannot be read."""
+    """The tree differs from bash's, or the code after it cannot be parsed."""
 
 
 class Unclear(Exception):
-    """What a part of the script does or is, is not known."""
+    """The effect or value of a part of the script is unknown."""
 
 
 class Code:
-    """A node of the tree.
+    """A node of the syntax tree.
 
     Args:
-        node: Of tree-sitter.
-        source: The bytes of its script.
+        node: The tree-sitter node.
+        source: Bytes of the script.
         file: The script's name.
-        first_line: The line of the file that the bytes begin in.
+        first_line: Line of the file at which the bytes begin.
     """
 
     def __init__(self, node: tree_sitter.Node, source: bytes, file: str, first_line: int = 1):
@@ -53,16 +53,16 @@ class Code:
 
     @property
     def parts(self) -> list[Code]:
-        """All children but comments."""
+        """All children except comments."""
         children = [child for child in self.node.children if child.type != "comment"]
         return [Code(child, self.source, self.file, self._first) for child in children]
 
     def between(self, start: int, end: int) -> str:
-        """Return the source between two places."""
+        """Return the source between two byte offsets."""
         return self.source[start:end].decode("utf-8", "replace")
 
     def walk(self) -> Iterator[Code]:
-        """Yield this node and all that are in it."""
+        """Yield this node and all its descendants."""
         nodes = [self]
         while nodes:
             yield nodes[-1]
@@ -73,7 +73,7 @@ def parse(text: str, file: str, first_line: int = 1) -> Code:
     """Return the tree of a script.
 
     Raises:
-        ConfigError: It nests deeper, or has more of something, than launch scripts do.
+        ConfigError: It nests deeper, or has more expansions, than launch scripts do.
     """
     depth = 0
     for bracket in re.findall(r"[()\[\]{}]", text):
@@ -88,10 +88,10 @@ def parse(text: str, file: str, first_line: int = 1) -> Code:
 
 
 def check(code: Code) -> None:
-    """Look for what the grammar is known to misread in one statement.
+    """Check one statement for known errors of the grammar.
 
     Raises:
-        Misread: There is such a thing.
+        Misread: The statement has such an error.
     """
     if code.node.has_error or _EMPTY.search(code.text):
         raise Misread("bash's grammar is not understood here")
@@ -105,18 +105,18 @@ def check(code: Code) -> None:
 
 
 def _check_gaps(code: Code) -> None:
-    """Nothing but blanks lies between statements, and something lies between words."""
+    """Check that only blanks separate statements, and that something separates words."""
     end, before = code.node.start_byte, ""
     for child in code.node.children:
         gap = code.between(end, child.start_byte).replace("\\\n", "")
-        # It drops a lone dash before a here-document.
+        # The grammar drops a lone dash before a here-document.
         if gap.strip() not in ("", "-"):
             raise Misread("something is left out here")
         is_prefix = code.type == "command" and before == "variable_assignment"
         if is_prefix and not gap:
             raise Misread("a word is cut here")
         parent = code.node.parent
-        # It takes assignments on a line of their own for those of the next line's command.
+        # The grammar attaches assignments on their own line to the next line's command.
         is_own_line = is_prefix and parent is not None and parent.type in ("program", "compound_statement")
         if code.type in _ONE_LINE and "\n" in gap and not is_own_line:
             raise Misread("a line's end is passed over")
@@ -124,7 +124,7 @@ def _check_gaps(code: Code) -> None:
 
 
 def _check_heredoc(code: Code) -> None:
-    """The document ends where bash ends it, and is the only one of its line."""
+    """Check that the here-document ends where it does in bash, and is the only one on its line."""
     parts = {part.type: part for part in code.parts}
     start, end = parts.get("heredoc_start"), parts.get("heredoc_end")
     if start is None or end is None:
@@ -138,7 +138,7 @@ def _check_heredoc(code: Code) -> None:
 
 
 def words_of(parts: Sequence[Code]) -> Iterator[tuple[Code, str]]:
-    """Yield the first part and the text of each word: parts with nothing between them are one."""
+    """Yield the first node and the text of each word: adjacent nodes form one word."""
     gaps = [one.between(one.node.end_byte, other.node.start_byte) for one, other in itertools.pairwise(parts)]
     starts = [at for at, gap in enumerate(["first", *gaps][: len(parts)]) if gap.replace("\\\n", "")]
     for first, after in itertools.pairwise([*starts, len(parts)]):

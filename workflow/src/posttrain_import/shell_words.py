@@ -1,4 +1,4 @@
-"""Words of bash: quotes, expansions and splitting. What is not known keeps its spelling and a reason."""
+"""Expands words of bash: quotes, expansions and splitting. Unknown words keep their spelling and a reason."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ _CHANGES = re.compile(r"\b([A-Za-z_]\w*)(?:\[[^]]*\])?\s*(?:(?:[-+*/%&|^]|<<|>>)
 SETS = re.compile(
     r"\$\{\w+:?=|\$(?:\(\(|\[)[^)]*(?:(?<![=!<>])=(?!=)|\+\+|--)|\$\{\w+(?:\[|:[^-+?=}])[^}]*(?:=|\+\+|--)"
 )
-# Lists of layers that no file is called: [0]*3+[1]*75.
+# Lists of layers that are not file patterns: [0]*3+[1]*75.
 _NO_FILE = re.compile(r"(\+?\[[\d, ]*\](\*\d+)?)+")
-# Variables that are named as one with several flags, and substitutions that write none.
+# Names of variables with several flags, and substitutions whose output has no flags.
 _FLAGS = re.compile(r"\$\{?\w*(args?|flags?|opts?|options|extra)\}?", re.IGNORECASE)
 _NO_FLAGS = re.compile(r"\$\((seq|date|nproc|basename|dirname|hostname|pwd|wc|mktemp)\b[^()`]*\)")
 
@@ -57,16 +57,16 @@ class Words:
     """Expands words in one state.
 
     Args:
-        state: What is known.
+        state: Known variables.
         place: File and line of the words.
-        budget: What may be made of the script.
+        budget: Limits the work for the script.
     """
 
     def __init__(self, state: State, place: str, budget: Budget):
         self._state, self._place, self._budget = state, place, budget
 
     def fields(self, text: str) -> list[Word]:
-        """Return the words that a word of a command becomes."""
+        """Return the words to which a word of a command expands."""
         if match := _LIST.fullmatch(text):
             return self._items(match, text)
         if (match := _BRACES.fullmatch(text)) and all(
@@ -84,7 +84,7 @@ class Words:
         bare = "".join(piece.text for piece in pieces if not piece.is_quoted)
         if text.startswith("~"):
             return [replace(word, why=f"the home folder {_RUNS}")]
-        # Where an expansion is split there is a zero; quotes, which make a word of nothing, have a one.
+        # \0 marks split positions; \1 marks quotes, which preserve empty words.
         parts = [
             f"\1{piece.text}" if piece.is_quoted else _split(piece.text) if piece.is_split else piece.text
             for piece in pieces
@@ -94,13 +94,13 @@ class Words:
         return [replace(word, text=part, why=_pattern(bare, part)) for part in found]
 
     def joined(self, text: str, is_quoted: bool = False) -> Word:
-        """Return one word that is not split, such as the value of an assignment."""
+        """Return one word without splitting, such as the value of an assignment."""
         word, _ = self._joined(text, is_quoted)
         is_home = not is_quoted and re.search(r"(^|[:=])~", text)
         return replace(word, why=f"the home folder {_RUNS}") if is_home else word
 
     def arithmetic(self, text: str) -> int | None:
-        """Return an expression's number; None where it is not known, and then what it sets is not, either."""
+        """Return an expression's number; None if unknown, in which case its variables become unknown, too."""
         plain = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\}?", lambda match: self._number(match[1]), text)
         # Bash rounds towards zero, and -2**2 is 4.
         is_plain = re.fullmatch(r"[\d\s()+*/%<>=!?:]+|(?:[\d\s()+-]|\*(?!\*))+", plain) and not _CHANGES.search(text)
@@ -136,7 +136,7 @@ class Words:
         """Yield the pieces of a word.
 
         Raises:
-            Unclear: Some of it is not read.
+            Unclear: A part cannot be expanded.
         """
         at = 0
         while at < len(text):
@@ -200,7 +200,7 @@ class Words:
         yield _Piece(text if word.why else word.text, is_quoted, not is_quoted, word.why, word.is_list)
 
     def _changed(self, match: re.Match[str]) -> str | None:
-        """Return what an expansion makes of a known text; None where that is not followed."""
+        """Return the result of an expansion of a known text; None if it is not supported."""
         sign, name, is_all, rest = match.groups()
         words = self._state.get(name).words
         if any(word.why or not word.text.isascii() for word in words) or not words or (is_all and not sign):
@@ -219,7 +219,7 @@ class Words:
         return {"^^": text.upper(), ",,": text.lower()}.get(rest)
 
     def _value(self, name: str, index: str = "") -> Word:
-        """Return the text of a variable, of one of its items, or of all with blanks between them."""
+        """Return the text of a variable, of one of its items, or of all joined with spaces."""
         if name.isdigit() and name != "0":
             index, name = name, "@"
         variable = self._state.get(name)
@@ -262,6 +262,6 @@ def _split(text: str) -> str:
 
 
 def _pattern(bare: str, text: str) -> str:
-    """Return why a word with some unquoted characters is not known as a pattern of files; "" where it is none."""
+    """Return why a word with some unquoted characters is unknown as a file pattern; "" if it is none."""
     is_pattern = re.search(r"[*?[]", bare) and re.search(r"[*?]|\[.*\]", text, re.DOTALL)
     return f"which files it names {_RUNS}" if is_pattern and not _NO_FILE.fullmatch(text) else ""

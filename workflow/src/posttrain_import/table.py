@@ -1,4 +1,4 @@
-"""The table behind docs/coming-from.md: every flag of slime and miles that is known here, by its name."""
+"""The table of docs/coming-from.md: all known flags of slime and miles, by name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from posttrain_import.row import Row
 from posttrain_import.run_rows import ALGORITHM, ROLLOUT, RUN
 from posttrain_import.trainer_rows import TRAINER
 
-# Headings of the page, with their rows.
+# Heading of the page -> rows.
 TABLES: Mapping[str, tuple[Row, ...]] = {
     "Engine": ENGINE,
     "Trainer": TRAINER,
