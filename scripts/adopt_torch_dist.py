@@ -1,4 +1,4 @@
-"""Take a Megatron torch_dist checkpoint that is there already, after proving it equal to the source bit by bit."""
+"""Adopt an existing Megatron torch_dist checkpoint after comparing it with the source bit by bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Look at prompts, labels, tokenizer and graders together before anything is trained."""
+"""Check prompts, labels, tokenizer and graders together before training."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from posttrain.store import (
 
 
 def main() -> None:
-    """Check, show, and write the result unless the run is refused."""
+    """Check the data, print the result, and write it unless there are problems."""
     started = time.time()
     args = command_line(
         __doc__,
@@ -41,7 +41,7 @@ def main() -> None:
     print_check(found)
     raise_if_any(found.problems)
     inputs = {"dataset": dataset.digest, **{name: receipt.digest for name, receipt in receipts.items()}}
-    receipt_of(args.output).unlink(missing_ok=True)  # of a result before, which this one replaces
+    receipt_of(args.output).unlink(missing_ok=True)  # of the result that this one replaces
     write_json(args.output, {**found.as_dict(), "inputs": inputs})
     files = record_files(args.output.parent, [args.output.name])
     write_receipt(receipt_of(args.output), Receipt("approve_data", files, inputs, {}), started)

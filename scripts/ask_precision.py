@@ -1,4 +1,4 @@
-"""Ask the engines of one precision what all precisions are compared by: answers, and their likeliest tokens."""
+"""Query the engines of one precision for its comparison with others: responses and likeliest tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from posttrain_serving.precision.precisions import ask, read_said, tokens_of, wr
 
 
 def main() -> None:
-    """Check the questions and the engines, ask, and write the answers and their receipt."""
+    """Check the inputs, query the engines, and write the results and their receipt."""
     started = time.time()
     args = command_line(
         __doc__,
@@ -47,7 +47,7 @@ def main() -> None:
         given = read_said(args.original)[0].samples
     eval_tasks = read_eval_tasks(config, {HELD_OUT: args.dataset, **suites})
     said = ask(config, args.precision, args.checkpoint, eval_tasks, args.output.with_suffix(".engines"), given)
-    receipt_of(args.output).unlink(missing_ok=True)  # of what was said before, file by file
+    receipt_of(args.output).unlink(missing_ok=True)  # of the results that these replace
     write_said(said, args.output, checkpoint.digest)
     files = record_files(args.output.parent, [args.output.name, tokens_of(args.output).name])
     settings = {"precision": args.precision}

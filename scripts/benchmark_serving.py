@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def prompts_of(config: Config, checkpoint: Path, dataset: Path) -> PromptOf:
-    """Return what is asked: random tokens, or the held-out prompts as training renders them."""
+    """Return the prompts: random tokens, or the held-out prompts as rendered in training."""
     asked = config.evaluation.serving
     if asked.prompts == "random":
         return random_prompts(asked.input_tokens, config.model.architecture.vocab_size, asked.seed)
@@ -65,7 +65,7 @@ def prompts_of(config: Config, checkpoint: Path, dataset: Path) -> PromptOf:
 async def measure(
     config: Config, engines: EngineEndpoints, checkpoint: Path, prompts: PromptOf, record: Record
 ) -> None:
-    """Wait for the engines, hold them against the canary, and measure what is missing."""
+    """Wait for the engines, check them against the reference log-probabilities, and measure the missing rows."""
     asked, timeout = config.evaluation.serving, config.engine.request_timeout_seconds
     api = GENERATE if config.engine.kind == "embedded" else COMPLETIONS
     endpoints = [Endpoint(url, str(checkpoint), api, engines.secret) for url in engines.urls]

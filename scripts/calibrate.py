@@ -1,9 +1,9 @@
-"""Finds the largest activations of experts: passes over conversations by the trainer's own model, for NVFP4.
+"""Finds the largest activations of experts, for NVFP4: the trainer's own model reads conversations in several passes.
 
-In a pod that is not the first of its gang: do what the first one asks for. Elsewhere:
+In a pod other than its gang's first, execute the first pod's requests. Otherwise:
 
-1. Start ranks in training's layout on all nodes. Each pass goes on behind its last finished shard.
-2. Write the receipt of what they have seen: a file for each pass, and how many tokens each expert was given.
+1. Start ranks with training's layout on all nodes. Each pass resumes after its last finished shard.
+2. Write the receipt of the results: a file per pass, and the number of tokens per expert.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from posttrain.store import (
 
 
 def main() -> None:
-    """Calibrate, or find that it is done."""
+    """Calibrate, unless the results exist."""
     args = parse_arguments()
     if is_waiting_pod():
         lend_this_pod(rendezvous_path(args.log_folder), args.receipt)
@@ -47,7 +47,7 @@ def main() -> None:
     inputs["tokenizer"] = require_files(args.source, args.source_receipt).digest
     weights = require_files(args.weights, args.weights_receipt)
     inputs["weights"] = weights.digest
-    # Of training it is the run's folder.
+    # For a trained model, the weights are a checkpoint in the run's folder.
     torch_dist = args.weights / str(weights.settings.get("final_checkpoint", ""))
     wanted = Receipt("calibrate", (), inputs, calibration_settings(config))
 
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Return what the rule gives."""
+    """Parse the rule's command line."""
     return command_line(
         __doc__,
         **SOURCE,

@@ -1,4 +1,4 @@
-"""Load what was exported with transformers, and compare its log-probabilities with those that the trainer recorded."""
+"""Load the export with transformers, and compare its log-probabilities with those that the trainer recorded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from posttrain.store import Receipt, receipt_of, record_files, require_files, wr
 
 
 def main() -> None:
-    """Check, write what was found, and say so in a receipt; a check that is switched off is recorded, too."""
+    """Check the export, write the result and its receipt; a disabled check is recorded, too."""
     started = time.time()
     args = command_line(
         __doc__,
@@ -22,7 +22,7 @@ def main() -> None:
         output=(Path, "what was found, as JSON; its receipt is written last"),
     )
     exported = require_files(args.export, args.export_receipt)
-    receipt_of(args.output).unlink(missing_ok=True)  # of an export before, which this one replaces
+    receipt_of(args.output).unlink(missing_ok=True)  # of the result that this one replaces
     model = args.resolved.config.model
     found = {"check": "off"} if args.check == "off" else check_export(args.export, model, args.check)
     write_json(args.output, found | {"said": in_words(found)})

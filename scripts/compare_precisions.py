@@ -1,4 +1,4 @@
-"""Compare a trained model with what quantising made of it: score, KL, memory and speed, and which one to deploy."""
+"""Compare a trained model with its quantised versions: score, KL, memory and speed, and which one to deploy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from posttrain_serving.precision.precisions import NUM_LIKELIEST, EngineLogprobs
 
 
 def main() -> None:
-    """Hold what engines said of each checkpoint, and its weights, against the first one; print the table, write it."""
+    """Compare each checkpoint's engines and weights with the first one's; print and write the table."""
     args = command_line(
         __doc__,
         resolved=RESOLVED,
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def compare(said: Sequence[EngineLogprobs], folders: Mapping[str, Path]) -> list[Measured]:
-    """Return a row for each precision, the original's first."""
+    """Return a row for each precision, starting with the original."""
     import torch
 
     first, rows = said[0], []

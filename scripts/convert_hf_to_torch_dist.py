@@ -1,4 +1,4 @@
-"""Writes one part of Megatron's distributed checkpoint from a checkpoint in Hub layout."""
+"""Writes one part of a Megatron distributed checkpoint from a checkpoint in Hub layout."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from posttrain.cli import RESOLVED, command_line, run
 
 
 def main() -> None:
-    """Check the source, copy this part's share of its tensors, and say so in the part's receipt."""
+    """Check the source, copy this part's tensors, and write the part's receipt."""
     args = command_line(
         __doc__,
         **SOURCE,

@@ -1,4 +1,4 @@
-"""Make the dataset of a run: prompts to train on and prompts held out, checked."""
+"""Make a run's dataset: checked prompts for training and held-out prompts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def main() -> None:
         num_retries={"type": int, "default": RetryRule.num_retries, "help": "failed attempts in a row"},
     )
     data = args.resolved.config.data
-    # As in its folder's name: keys that say what versions without them did make no other dataset.
+    # As in the folder's name: keys at older versions' values do not change the dataset's identity.
     wanted, kept = Receipt("download_dataset", (), {}, args.resolved.experiment["data"]), manifest_of(args.folder)
     make_folder(
         args, wanted, lambda partial: make_dataset(data, partial, kept, RetryRule(args.num_retries)), local_files(data)

@@ -1,4 +1,4 @@
-"""Bring one part of a checkpoint's files into the store: from the Hub, or from a local folder; every one verified."""
+"""Fetch one part of a checkpoint's files from the Hub or a local folder, and verify every file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from posttrain.cli import command_line, run
 
 
 def main() -> None:
-    """Keep what is right, bring the rest, write the part's receipt."""
+    """Keep valid files, fetch the others, write the part's receipt."""
     args = command_line(
         __doc__,
         **PART,

@@ -1,4 +1,4 @@
-"""Get rows that are not trained on, the prompts of a suite or the conversations of a pass, and check every line."""
+"""Get rows that are not trained on (a suite's prompts or a pass's conversations), and check every line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from posttrain.store.data_folders import PASS, SUITE, wanted_rows
 
 
 def main() -> None:
-    """Make, read or fetch the rows, write them and the receipt."""
+    """Generate, read or fetch the rows, write them and their receipt."""
     args = command_line(
         __doc__,
         **FOLDER,

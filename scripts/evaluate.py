@@ -24,7 +24,7 @@ from posttrain.store import (
 
 
 def main() -> None:
-    """Check what is measured and on what, measure, write the result and its receipt."""
+    """Check the inputs, evaluate, and write the result and its receipt."""
     started = time.time()
     args = command_line(
         __doc__,
@@ -55,7 +55,7 @@ def main() -> None:
         **({"suites": of_suites} if suites else {}),
         "inputs": inputs,
     }
-    receipt_of(args.output).unlink(missing_ok=True)  # of a result before, which this one replaces
+    receipt_of(args.output).unlink(missing_ok=True)  # of the result that this one replaces
     write_json(args.output, measured)
     files = record_files(args.output.parent, [args.output.name])
     write_receipt(receipt_of(args.output), Receipt("evaluate", files, inputs, {"when": args.when}), started)

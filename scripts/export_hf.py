@@ -1,4 +1,4 @@
-"""Writes one part of the trained model in the layout of a Hub repository, from a distributed checkpoint."""
+"""Writes one part of the trained model in Hub layout from a distributed checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from posttrain.store import require_files
 
 
 def main() -> None:
-    """Check both sides, write this part's shards, and say so in the part's receipt."""
+    """Check the inputs, write this part's shards and its receipt."""
     args = command_line(
         __doc__,
         **SOURCE,
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def find_trained(run_folder: Path, receipt: Path | None) -> tuple[Path, str]:
-    """Return the trained checkpoint and what tells it from others; another trainer's has no receipt."""
+    """Return the trained checkpoint and its identity; another trainer's has no receipt."""
     if receipt is None:
         return run_folder, identify_checkpoint(run_folder)
     train = require_files(run_folder, receipt)

@@ -1,4 +1,4 @@
-"""Makes the parts of an exported model one checkpoint in Hub layout, and gives the folder its name."""
+"""Joins the parts of an exported model to a checkpoint in Hub layout, and renames its folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from posttrain.store import read_receipt
 
 
 def main() -> None:
-    """Check the parts, add index, config and tokenizer, give the folder its name, write the receipt."""
+    """Check the parts, add index, config and tokenizer, rename the folder, write the receipt."""
     args = command_line(__doc__, **SOURCE, **JOIN)
     inputs = {**read_receipt(args.part_receipts[0]).inputs, **source_of(args, "hf_patched")}
     join_parts(FINALIZE_STEP, STEP, args, inputs, HubExport(CheckpointReader(args.source), inputs))

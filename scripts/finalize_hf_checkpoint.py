@@ -1,4 +1,4 @@
-"""Make the parts of a download one checkpoint: nothing is missing, config, index and headers fit together."""
+"""Join the parts of a download: check that no file is missing, and that config, index and headers agree."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from posttrain.cli import command_line, run
 
 
 def main() -> None:
-    """Hold the parts against the list, check the layout, give the folder its name, write the receipt."""
+    """Compare the parts with the list, check the layout, rename the folder, write the receipt."""
     args = command_line(
         __doc__,
         **JOIN,

@@ -1,4 +1,4 @@
-"""Makes the parts of a recoded checkpoint one checkpoint, and gives the folder its name."""
+"""Joins the parts of a recoded checkpoint, and renames its folder."""
 
 from __future__ import annotations
 

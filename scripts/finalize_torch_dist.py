@@ -1,4 +1,4 @@
-"""Makes the parts of Megatron's distributed checkpoint one checkpoint, and gives the folder its name."""
+"""Joins the parts of a Megatron distributed checkpoint, and renames its folder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from posttrain.cli import RESOLVED, command_line, run
 
 
 def main() -> None:
-    """Check the parts, write the metadata, compare everything with the source if asked, write the receipt."""
+    """Check the parts, write the metadata, compare everything with the source on request, write the receipt."""
     args = command_line(
         __doc__,
         **SOURCE,

@@ -1,4 +1,4 @@
-"""Begin a run with the weights and the optimizer state that another run had after one of its steps."""
+"""Begin a run with the weights and optimizer state of another run at one of its steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from posttrain.store import Paths, write_receipt
 
 
 def main() -> None:
-    """Take the checkpoint over, and say in a receipt whose it was."""
+    """Copy the checkpoint, and record its run in a receipt."""
     arguments = command_line(
         __doc__,
         resolved=RESOLVED,

@@ -1,4 +1,4 @@
-"""List the files of a checkpoint with what is known of their content: by the Hub at a pinned commit, or of a folder."""
+"""List a checkpoint's files with sizes and hashes: from the Hub at a pinned commit, or from a folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from posttrain.store import build_lock, read_receipt, receipt_of
 
 
 def main() -> None:
-    """Ask the Hub, or read what lies there and check that it is a checkpoint; write the list."""
+    """Query the Hub, or read and check an existing checkpoint; write the list."""
     args = parse_arguments()
     if is_listed(args):
         return
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def is_listed(args: argparse.Namespace) -> bool:
-    """Tell whether the list is there already: another user of the store may have been faster."""
+    """Return whether the list exists; another user of the store may have written it."""
     if not args.manifest.exists():
         return False
     source = read_manifest(args.manifest).source
@@ -44,7 +44,7 @@ def is_listed(args: argparse.Namespace) -> bool:
 
 
 def make_manifest(args: argparse.Namespace) -> Manifest:
-    """Return what the checkpoint must hold."""
+    """Return the manifest of the checkpoint."""
     if args.kind == "folder":
         manifest = list_folder(args.source_folder, read_receipt(args.source_receipt) if args.source_receipt else None)
         check_source(args.source_folder)
@@ -60,7 +60,7 @@ def make_manifest(args: argparse.Namespace) -> Manifest:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Return the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kind", required=True, choices=("hub", "folder"))
     parser.add_argument("--repo-id", default="", help="owner/name (hub)")

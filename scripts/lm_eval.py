@@ -1,4 +1,4 @@
-"""Measure a checkpoint on suites of lm-eval: serve it, let lm-eval ask it, write what it found."""
+"""Evaluate a checkpoint on tasks of lm-eval: serve it, run lm-eval, write the results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from posttrain.store import Receipt, building, partial_of, receipt_of, record_fi
 
 
 def main() -> None:
-    """Check what is measured, measure, write the result and its receipt."""
+    """Check the inputs, evaluate, and write the result and its receipt."""
     started = time.time()
     args = command_line(
         __doc__,
@@ -33,7 +33,7 @@ def main() -> None:
     raise_if_any(list(find_lm_eval_problems(config)))
     checkpoint = require_content(args.checkpoint, args.checkpoint_receipt, config.stage.workers)
     records = args.output.with_suffix("")
-    # What an attempt before has left would be taken for this one's; without its receipt it is nobody's.
+    # Records of an earlier attempt would be mistaken for this one's; without a receipt they may be deleted.
     receipt_of(args.output).unlink(missing_ok=True)
     for left in (records, partial_of(records)):
         shutil.rmtree(left, ignore_errors=True)
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def in_words(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the figures as a table, one line each."""
+    """Return the results as a table, one line each."""
     head = ("task", "metric", "filter", "value", "stderr")
     cells = [head, *(tuple(_shown(row[name]) for name in head) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

@@ -1,4 +1,4 @@
-"""Makes the tiny model that the demo trains, in the layout of a Hub repository."""
+"""Makes the demo's tiny model in Hub layout."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from posttrain.rl.data.sort_digits import generate_prompts, num_possible_prompts
 from posttrain.store import Receipt, claim, record_files, write_receipt
 
 MAX_WARM_UP_PROMPTS = 8192
-# A task may have few questions.
+# A task may have few different prompts.
 TASK_WARM_UP_PROMPTS = 4096
 MAX_HELDOUT_PROMPTS = 512
 
 
 def main() -> None:
-    """Draw the warm-up's prompts, make and warm up the model, and say so in the receipt."""
+    """Draw the warm-up's prompts, create and warm up the model, and write the receipt."""
     started = time.time()
     args = command_line(
         __doc__,
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def _rows(data: Data, num_digits: int, num_tokens: int, seed: int) -> tuple[list[Any], list[Any], Vocabulary]:
-    """Return what is shown in the warm-up, what is measured after it, and the vocabulary of both."""
+    """Return the warm-up's prompts, the prompts of its evaluation, and the vocabulary of both."""
     if data.kind != "reasoning_gym":
         train, heldout = map(min, num_possible_prompts(num_digits), (MAX_WARM_UP_PROMPTS, MAX_HELDOUT_PROMPTS))
         return *generate_prompts(num_digits, train, heldout, seed), DIGITS

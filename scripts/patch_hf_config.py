@@ -1,7 +1,7 @@
-"""Check a checkpoint against the configured architecture and make the copy that everything later reads.
+"""Check a checkpoint against the configured architecture, and make the copy that all later steps read.
 
-The copy's weights are links, but for shards in another form than published; `config.json` and the tokenizer change
-where the configuration or the checkpoint asks for it. Tensors that repeat others are compared with those.
+The copy's weights are links, except shards in a format other than published. `config.json` and the tokenizer change if
+the configuration or the checkpoint requires it. Tensors that repeat others are compared with them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from posttrain.store import FileRecord, Receipt, require_files
 
 
 def main() -> None:
-    """Compare, patch, write the receipt."""
+    """Compare, patch, and write the receipt."""
     args = command_line(__doc__, **SOURCE, **FOLDER, resolved=RESOLVED)
     model = args.resolved.config.model
     source = require_files(args.source, args.source_receipt)

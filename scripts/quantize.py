@@ -1,4 +1,4 @@
-"""Writes one part of a checkpoint whose numbers are in another format: FP8, a format for serving, or back in BF16."""
+"""Writes one part of a checkpoint in another number format: FP8, a serving format, or BF16 again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from posttrain.store.weight_formats import recoding_of
 
 
 def main() -> None:
-    """Recode this part's share of the shards; a newer calibration makes it again."""
+    """Recode this part's shards; a newer calibration repeats it."""
     args = command_line(
         __doc__,
         **SOURCE,

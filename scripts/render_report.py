@@ -14,7 +14,7 @@ from posttrain.store import Receipt, read_receipt, receipt_of, record_files, wri
 
 
 def main() -> None:
-    """Read what the run left, condense it, draw it."""
+    """Read the run's results, summarize them, render the report."""
     arguments = command_line(
         __doc__,
         config=(Path, "config.resolved.yaml"),
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def describe_report(arguments: argparse.Namespace) -> Receipt:
-    """Return the receipt of what a reader of the report believes, the configuration that it shows included."""
+    """Return the receipt of the report's contents, including the shown configuration."""
     run_folder, inputs = arguments.run_folder, {}
     shown = (arguments.report, arguments.summary, arguments.config)
     files = record_files(run_folder, (path.relative_to(run_folder).as_posix() for path in shown))
@@ -55,7 +55,7 @@ def describe_report(arguments: argparse.Namespace) -> Receipt:
     made_from |= {"export check": receipt_of(run_folder / "export_check.json")}
     made_from |= {f"evaluation {path.stem}": receipt_of(path) for path in (arguments.before, arguments.after)}
     for name, path in made_from.items():
-        # Earlier versions wrote none for an evaluation.
+        # Earlier versions wrote no receipts of evaluations.
         inputs |= {name: read_receipt(path).digest} if path.exists() else {}
     return Receipt("render_report", files, inputs, {})
 

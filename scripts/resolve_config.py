@@ -1,6 +1,6 @@
 """Write a run's two config files, experiment.yaml (what is learned) and config.resolved.yaml (everything).
 
-The run is then a known user of its checkpoints in the store.
+It also registers the run as a user of its checkpoints in the store.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from posttrain.store.references import register_run
 
 
 def main() -> None:
-    """Write what has changed of them."""
+    """Write the files that changed."""
     arguments = command_line(
         __doc__,
         resolved=RESOLVED,
@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def write_if_changed(path: Path, text: str) -> None:
-    """Write a file unless it holds `text` already: its time stays, so nothing that reads it runs again."""
+    """Write a file unless it already contains `text`, so that its time does not trigger its readers again."""
     if not path.exists() or path.read_text(encoding="utf-8") != text:
         write_text(path, text)
 

@@ -1,4 +1,4 @@
-"""Copy the weights that a node needs to its own disk, and record what the disk then holds."""
+"""Copy a node's weights to its own disk, and record the disk's content."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from posttrain.store import require_files
 
 
 def main() -> None:
-    """Check the sources, copy what is missing or wrong, write the record."""
+    """Check the sources, copy missing or invalid files, write the record."""
     args = command_line(
         __doc__,
         resolved=RESOLVED,

@@ -1,10 +1,10 @@
-"""Training: one job that resumes where it was.
+"""Training: one resumable job.
 
-In a pod that is not the first of its gang: do what the first one asks for. Elsewhere:
+In a pod other than its gang's first, execute the first pod's requests. Otherwise:
 
 1. Supervise engines and trainer ranks on all nodes until the last step is committed. Before each start, every node
-   reads what it will load, and repairs its own copy file by file where it is not right.
-2. Write the receipt of metrics and the like, and last that of the final checkpoint.
+verifies its copy of the weights, and repairs invalid files.
+2. Write the receipt of metrics and other records, then the final checkpoint's receipt.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from posttrain.store import (
 
 
 def main() -> None:
-    """Train, or find that all is done."""
+    """Train, unless training is done."""
     arguments, started = parse_arguments(), time.time()
     if is_waiting_pod():
         lend_this_pod(rendezvous_path(arguments.run_folder), arguments.done)
@@ -96,7 +96,7 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Return what the rule gives."""
+    """Parse the rule's command line."""
     return command_line(
         __doc__,
         experiment=Path,

@@ -1,6 +1,6 @@
-"""The name of `train.py` in version 0.2: a JobSet of that version starts it again after a failure.
+"""`train.py` under its name in version 0.2, which that version's JobSets run when they restart after a failure.
 
-The next version drops this file.
+The next version removes this file.
 """
 
 import runpy

@@ -1,4 +1,4 @@
-"""Measures what quantising did to the weights, on the files themselves, and writes it as JSON."""
+"""Measures the quantisation error of the weights from the files, and writes it as JSON."""
 
 from __future__ import annotations
 
