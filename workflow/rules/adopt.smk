@@ -1,11 +1,11 @@
-# A torch_dist checkpoint that is there already takes the place of the conversion, once it is proven equal to the source.
+# An existing torch_dist checkpoint replaces the conversion after a comparison with the source.
 
 if CFG.download.torch_dist_folder:
 
     ruleorder: adopt_torch_dist > finalize_torch_dist
 
     rule adopt_torch_dist:
-        """Takes a torch_dist checkpoint that is there already, once it is proven equal to the source."""
+        """Adopts an existing torch_dist checkpoint after comparing it with the source."""
         input:
             receipt_of(PATHS.hf_patched),
         output:

@@ -1,4 +1,4 @@
-# The largest activations of experts, for weights in four bits: passes over conversations by the trainer's own model.
+# The largest activations of experts, for 4-bit weights: the trainer's own model reads conversations in several passes.
 from posttrain.config.derived import calibrating, calibration_settings
 from posttrain.cluster.slurm_job import resources_of_calibration
 from posttrain.plan.sizing.calibration import describe_calibration
@@ -25,7 +25,7 @@ rule calibrate:
         PATHS.store_log("calibrate", f".{PATHS.calibration.name}").with_suffix(".benchmark.tsv")
     threads: workflow.cores if CFG.site.launcher == "local" else CFG.site.slurm.cpus_per_node
     resources:
-        # As training's: a change of topology is no reason to calibrate again.
+        # A resource, as for training: a change of topology does not repeat the calibration.
         **resources_of_calibration(CFG),
     params:
         format_version=FORMAT_VERSIONS["calibrate"],

@@ -1,4 +1,4 @@
-# Loads and checks the configuration, and names paths. Wrong input ends here, before any rule, with every problem listed.
+# Loads and checks the configuration, and names paths. Invalid input ends here, before any rule, with all problems.
 import atexit
 import contextlib
 import dataclasses
@@ -40,7 +40,7 @@ from posttrain.plan.rehearsal_record import describe_rehearsal
 from posttrain.rl.training.lineage import refuse_other_run
 
 IS_READ_AGAIN = name_driver()
-# A waiting thread must not spin: jobs run side by side on few cores.
+# Waiting threads must not spin, because jobs share few cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # To `snakemake --lint`, "Environment variable PATH used but not asserted with envvars directive": it is extended only.
 # Steps run in the environment that runs Snakemake, whether or not a shell has activated it (envs/README.md).
@@ -48,15 +48,15 @@ os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.enviro
 ENDING = Ending(shows_commands=workflow.output_settings.printshellcmds)
 if workflow.is_main_process:
     ENDING.watch(logger)
-# Right from any working directory.
+# Valid from any working directory.
 CONFIG_DIR = os.path.relpath(os.path.join(CLONE, "config"))
-# Where a job finds what was resolved when the command was given.
+# Names the file in which jobs find the configuration that was resolved when the command was given.
 RESOLVED_VARIABLE = "POSTTRAIN_RESOLVED"
 
 
 @contextlib.contextmanager
 def told():
-    """End with what is wrong: an exception would be shown with its place in a rule, which is not where the mistake is."""
+    """Print errors and exit: Snakemake would show an exception with a place in a rule, where the mistake is not."""
     try:
         yield
     except (CheckpointError, ConfigError) as error:
@@ -65,18 +65,18 @@ def told():
 
 
 def write_once(resolved):
-    """Write what was resolved for the jobs of this command, and return the file."""
+    """Write the resolved configuration for the jobs of this command, and return its path."""
     try:
         return write_resolved(resolved, Path("logs/configs"))
     except OSError:
-        # Who only looks may do so on a full disk, or in somebody else's folder; `onstart` refuses the others.
+        # Commands that only read may run on a full disk or in another user's folder; `onstart` rejects others.
         folder = Path(tempfile.mkdtemp(prefix="posttrain-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         return write_resolved(resolved, folder)
 
 
 with told():
-    # A job reads what was planned when the command was given, whatever has become of config/ by then.
+    # A job reads the configuration resolved at submission, even if config/ has changed since.
     if workflow.is_main_process:
         # A module with a `config:` takes its configuration from the outer workflow, not from --configfile.
         check_files([] if workflow.modifier.skip_configfile else workflow.config_settings.configfiles)
@@ -97,7 +97,7 @@ if workflow.is_main_process:
     file = str(write_once(RESOLVED))
     if IS_READ_AGAIN and os.environ[RESOLVED_VARIABLE] != file:
         with told():
-            # A queued job, which reads the whole workflow again, would take one's configuration for the other's.
+            # A queued job parses the whole workflow again, and would mistake one configuration for the other.
             remedy = "give each a workflow of its own, or one `config:`"
             raise ConfigError([Problem("module", "two configurations of posttrain", "one in a workflow", remedy)])
     os.environ[RESOLVED_VARIABLE] = file
@@ -106,10 +106,10 @@ RESOLVED_FILE = os.environ[RESOLVED_VARIABLE]
 
 @functools.cache
 def may_run():
-    """Return no files, or refuse to begin or change a run that cannot be, or that began otherwise.
+    """Return no files, or reject a run that is invalid or that began with another experiment.
 
-    Rules of a run have it among their inputs, so Snakemake asks when it finds that one is needed, in a dry run, too. Who
-    only looks, plans, or makes what the store holds is not asked what the run learns.
+    Rules of a run have it as input, so Snakemake calls it when one of them is needed, also in a dry run. Status, plans
+    and steps of the store skip these checks.
     """
     if workflow.is_main_process:
         with told():
@@ -120,7 +120,7 @@ def may_run():
 
 
 def may_read(files):
-    """Return the files that rows are read from, or refuse data whose keys or first rows are wrong."""
+    """Return the files with data rows, or reject data with invalid keys or first rows."""
     if workflow.is_main_process:
         with told():
             raise_if_any(data_file_problems())
@@ -128,7 +128,7 @@ def may_read(files):
 
 
 def with_times(text, files):
-    """Return a parameter with sizes and times of local files: one that takes another's place may be older than it."""
+    """Return a parameter with sizes and times of local files: a replaced file may be older than the first one."""
     statuses = [(path, path.stat()) for path in files if path.exists()]
     return "".join([text, *(f" {path} {status.st_size} {int(status.st_mtime)}" for path, status in statuses)])
 
@@ -139,14 +139,14 @@ def data_file_problems():
 
 
 def may_look_at_nodes():
-    """Return no files, or refuse to look at nodes that are not to be had without training."""
+    """Return no files, or reject a preflight that this configuration cannot run without training."""
     with told():
         raise_if_any(list(check_preflight(CFG)))
     return may_run()
 
 
 def may_serve(quantized):
-    """Return no files, or refuse to quantise for serving what should not be, when a folder of that name is needed."""
+    """Return no files, or reject quantising unsuitable weights for serving, when a folder of that name is needed."""
     if quantized == PATHS.serving.name and workflow.is_main_process:
         with told():
             refuse_unservable(PATHS)
@@ -154,61 +154,61 @@ def may_serve(quantized):
 
 
 def refused():
-    """Return what keeps this version from running the jobs that Snakemake has planned, in words; empty where nothing."""
+    """Return why this version cannot run the planned jobs; empty if it can."""
     rules = {job.rule.name for job in workflow.dag.needrun_jobs(exclude_finished=False)} if workflow.dag else set()
     return refusal(REQUEST, Path(CONFIG_DIR), CFG, rules)
 
 
-# Whether it is a dry run is known only after this file is read.
+# Whether it is a dry run is only known after this file is parsed.
 ENDING.add(lambda: refused() if workflow.dryrun else "")
 
 
-# They stand in the site's file with all that belongs to a cluster; without a scheduler there are no defaults.
+# Site-wide resources of a cluster; without a scheduler there are no defaults.
 if workflow.resource_settings.default_resources is not None:
     for name, value in resources_of_all_jobs(CFG.site).items():
         workflow.resource_settings.default_resources[name] = value
 
 
 def literal(text):
-    """Return a text as a word of a shell command, in which Snakemake is to look up nothing."""
+    """Return a text as a word of a shell command, without Snakemake wildcards."""
     return shlex.quote(str(text)).replace("{", "{{").replace("}", "}}")
 
 
 def runs(name, *words, where="", around=""):
-    """Return a command of a rule: what starts it, the script of its name or `posttrain`'s command, and its words.
+    """Return a rule's command: launcher, the script of its name or `posttrain`'s command, and its words.
 
     What stands around all of this may have names of the rule's own. All names of this file stand in it already, as Snakemake does not know them where another workflow uses the rules.
     """
     script = os.path.relpath(os.path.join(CLONE, "scripts", f"{name}.py"))
     command = name.replace("_", "-")
-    # A module does not come from the working folder, as little as a script does.
+    # -P: modules must not be imported from the working folder, as for scripts.
     program = f"-P -m posttrain {command}" if command in COMMANDS else literal(script)
     starter = where.replace("{", "{{").replace("}", "}}")
     return " ".join([f"POSTTRAIN_LOG={{log:q}} {around}{starter}python {program}", *words])
 
 
-# What a command takes that is about the configuration as a whole.
+# The option with the whole configuration.
 FROM_CONFIG = f"--resolved {literal(RESOLVED_FILE)}"
-# What a job takes, at the end of its message.
+# The needs of a job, appended to its message.
 NEEDS = RuleNeeds(CFG)
 NODES = counted(CFG.nodes, "node")
 REHEARSED = [describe_rehearsal(PATHS)["state"]] if CFG.hardware.device == "cuda" else []
 SUITE_FOLDERS, PASS_FOLDERS = suite_folders(CFG), pass_folders(CFG)
 ARCHITECTURE = json.dumps(RESOLVED.experiment["model"]["architecture"])
-# Where pods run the commands that need GPUs, this machine applies their JobSets and follows them.
+# With pods, this machine creates the JobSets of commands that need GPUs, and follows them.
 ON_PODS = f"python -m posttrain.cluster.on_kubernetes --resolved {shlex.quote(RESOLVED_FILE)}"
 HAS_PODS = CFG.site.launcher == "kubernetes"
 ON_ALL_NODES = f"{ON_PODS} --num-nodes {CFG.nodes} -- " if HAS_PODS else ""
-# Jobs start in the site's image. What Snakemake runs by itself does not, nor training, which brings its nodes into it.
+# Jobs start in the site's image, except Snakemake's own and training, which starts its nodes in it.
 IN_IMAGE = prefix_of_jobs(CFG)
-# What evaluates starts its engines itself on one node, or runs beside engines on several (`beside_engines`).
+# Evaluations start their engines on one node, or run with engines on several (`beside_engines`).
 SERVING_NODES = job_needs(CFG, "evaluate").nodes
 STARTS_ENGINES = SERVING_NODES == 1 and not CFG.evaluation.addresses
 ON_ONE_NODE = f"{ON_PODS} --num-nodes 1 -- " if HAS_PODS else IN_IMAGE
 WHERE_SERVED = ON_ONE_NODE if STARTS_ENGINES else IN_IMAGE
 EVALUATIONS = literal(PATHS.run / "evaluation")
 SIZE = CFG.model.source.repo_id or CFG.model.name
-# What is made when no target is named.
+# Default targets.
 if CFG.export.checkpoint_folder:
     RESULTS = [receipt_of(PATHS.export_check)]
 else:
@@ -216,9 +216,9 @@ else:
 
 
 def beside_engines(folder):
-    """Return what starts engines on all nodes of a rule's job around its command; empty where it starts its own.
+    """Return the prefix that starts engines on all nodes of a rule's job; empty if the command starts its own.
 
-    The folder is for their logs, as words of a shell command.
+    `folder` gets their logs, as words of a shell command.
     """
     if SERVING_NODES == 1:
         return ""
@@ -228,13 +228,13 @@ def beside_engines(folder):
 
 
 def parts_of(folder, num_parts):
-    """Return a folder's parts: a finished one keeps those it was made in, whatever split is asked for now.
+    """Return a folder's parts; a finished folder keeps its number of parts, whatever is configured now.
 
-    Parts of two splits do not fit together, and Snakemake's records of the first may lie in somebody else's folder.
+    Parts of different splits do not fit together, and Snakemake's records of the first may be in another user's folder.
     """
     made = sorted(part_receipt_of(folder, 0).parent.glob("*.receipt.json")) if receipt_of(folder).exists() else []
     for receipt in made:
-        # A damaged one is told of by the step that reads it.
+        # A damaged receipt is reported by the step that reads it.
         with contextlib.suppress(CheckpointError):
             found = read_receipt(receipt).settings.get("num_parts")
             if isinstance(found, int) and found > 0:
@@ -243,16 +243,16 @@ def parts_of(folder, num_parts):
 
 
 def tell(state):
-    """Let a site's command know how a run has ended; a look at runs, or a plan, is nothing to tell of."""
+    """Run the site's command when a run ends; status and plans do not count as runs."""
     if any(job.output for job in workflow.dag.needrun_jobs(exclude_finished=False)):
         notify(CFG.site.end_command, PATHS.run, state, "\n\n".join(ENDING.words()))
 
 
 def until_made(product, path):
-    """Return an input that a product waits for until it is there, and that is no reason to make it again afterwards.
+    """Return an input that a product needs only until it exists, and that never triggers it again.
 
-    With `ancient` alone Snakemake looks for no other reason to make the product, not even that it is missing, once the
-    job that makes the input runs; so nobody may be asked for the input any more when the product is there.
+    With `ancient` alone, Snakemake ignores all other reasons to make the product, even its absence, while the input's
+    job runs. So the input is not requested once the product exists.
     """
     return before_update(ancient(path)) if product.exists() and path.exists() else path
 
@@ -261,7 +261,7 @@ EXPORT_CHECKED = receipt_of(PATHS.export_check)
 
 
 def checked_before(when, result):
-    """Return the check of the export, which everything that measures the trained model waits for."""
+    """Return the check of the export, which precedes every evaluation of the trained model."""
     return until_made(result, EXPORT_CHECKED) if when == "after" else []
 
 

@@ -1,11 +1,11 @@
-# Which precision of the trained model to deploy: engines of each are asked by themselves, then all are compared.
+# Chooses the precision of the trained model to deploy: queries engines of each precision, then compares all.
 from posttrain.config.deployment import ORIGINAL
 from posttrain.cluster.slurm_job import resources_of_comparison, resources_of_precisions
 from posttrain.plan.sizing.precisions import compared_precisions, precision_config
 
 COMPARED = dict(zip(compared_precisions(CFG), [PATHS.hf_export, PATHS.export_fp8, PATHS.serving]))
 SAID = PATHS.run / "evaluation" / "precisions"
-# Where the engines of one of them take several nodes, those of all are started around what asks them.
+# If the engines of any precision need several nodes, all of them start around their commands.
 ARE_AROUND = any(job_needs(precision_config(CFG, name), "ask_precision").nodes > 1 for name in COMPARED)
 AROUND_PRECISION = (
     (f"{ON_PODS} --num-nodes {{resources.nodes}} -- " if HAS_PODS else "")
@@ -15,7 +15,7 @@ AROUND_PRECISION = (
 
 
 rule ask_precision:
-    """Asks engines of one precision what all precisions are compared by."""
+    """Queries engines of one precision for the comparison of precisions."""
     input:
         checkpoint=lambda wildcards: receipt_of(COMPARED[wildcards.precision]),
         checked=lambda wildcards: until_made(SAID / f"{wildcards.precision}.json", EXPORT_CHECKED),
@@ -24,7 +24,7 @@ rule ask_precision:
         suites=[receipt_of(folder) for folder in SUITE_FOLDERS.values()],
         run=lambda wildcards: may_run(),
     output:
-        # The first to go; see `evaluate`.
+        # Deleted first; see `evaluate`.
         receipt=receipt_of(SAID / "{precision}.json"),
         said=SAID / "{precision}.json",
         likeliest=SAID / "{precision}.safetensors",
@@ -38,7 +38,7 @@ rule ask_precision:
     params:
         format_version=FORMAT_VERSIONS["ask_precision"],
         evaluation=lambda wildcards: json.dumps([evaluation_settings(CFG), CFG.evaluation.deployment.num_samples]),
-        # They decide speed and memory, which are compared.
+        # They affect speed and memory, which are compared.
         engines=[
             CFG.engine.kind,
             CFG.engine.dtype,

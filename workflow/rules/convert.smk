@@ -1,4 +1,4 @@
-# Hub checkpoint to Megatron torch_dist, in independent parts that need no GPU and no model.
+# Converts a Hub checkpoint to Megatron torch_dist in independent parts, without GPU or model.
 
 TORCH_DIST_PARTS = parts_of(PATHS.torch_dist, CFG.convert.num_parts)
 

@@ -5,9 +5,9 @@ from posttrain.config.suites import data_of, rows_of
 from posttrain.rl.data.raw_rows import local_files
 
 SOURCE_FOLDER = PATHS.source_folder
-# What a step has made has a receipt.
+# Folders made by a step have a receipt.
 SOURCE_RECEIPT = receipt_of(SOURCE_FOLDER) if CFG.model.source.kind in ("made", "run") else []
-# Of a folder that no rule makes, a changed file is a changed source.
+# In a folder that no rule makes, a changed file is a changed source.
 SOURCE_FILES = (
     sorted(path for path in Path(SOURCE_FOLDER).rglob("*") if path.is_file())
     if CFG.model.source.kind == "folder"
@@ -18,7 +18,7 @@ if CFG.model.source.kind == "made":
     TAUGHT = CFG.data.task or f"{CFG.data.num_digits}-digit sorting"
 
     rule make_tiny_model:
-        """Makes a small model that knows a task a little, in the layout of a Hub repository."""
+        """Makes a small model, warmed up on a task, in Hub layout."""
         output:
             update(receipt_of(PATHS.made_model)),
         log:
@@ -47,7 +47,7 @@ HF_PARTS = parts_of(PATHS.hf, CFG.download.num_parts)
 
 
 rule list_hf_checkpoint:
-    """Lists what a Hub repository or a folder holds, with sizes and hashes."""
+    """Lists the files of a Hub repository or a folder, with sizes and hashes."""
     input:
         made=SOURCE_RECEIPT,
         files=SOURCE_FILES,
@@ -88,7 +88,7 @@ rule download_hf_checkpoint:
         PATHS.store_log("download_hf_checkpoint", ".part{part}"),
     benchmark:
         PATHS.store_log("download_hf_checkpoint", ".part{part}").with_suffix(".benchmark.tsv")
-    # How files are fetched is no reason to fetch them again.
+    # A change of the transfer's settings does not fetch files again.
     resources:
         num_workers=CFG.download.num_workers,
         num_retries=CFG.download.num_retries,
@@ -148,7 +148,7 @@ rule download_dataset:
         num_retries=CFG.download.num_retries,
     params:
         format_version=FORMAT_VERSIONS["download_dataset"],
-        # A function, since braces of a prompt template are no wildcards; the same in other rules.
+        # A function, because braces in a prompt template are not wildcards; also in other rules.
         data=lambda wildcards: with_times(json.dumps(RESOLVED.experiment["data"]), local_files(CFG.data)),
         folder=PATHS.dataset,
     message:
@@ -163,7 +163,7 @@ rule download_dataset:
         )
 
 
-# Kind, name and configuration by the name of the folder, so that suites or passes of the same rows are one.
+# Folder's name -> (kind, name, configuration), so that suites or passes with the same rows share a job.
 ROWS = {
     folder.name: (kind, name, wanted_rows(CFG, kind)[name])
     for kind, folders in ((SUITE, SUITE_FOLDERS), (PASS, PASS_FOLDERS))

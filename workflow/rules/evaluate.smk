@@ -1,7 +1,7 @@
-# The model on held-out prompts, before and after training, and its serving speed.
+# Evaluates the model on held-out prompts before and after training, and measures its serving speed.
 #
-# No rule here waits for the run's config files: Snakemake does not look for other reasons to run a job (changed params)
-# once one that it waits for runs, even when that file is `ancient` to it.
+# No rule here depends on the run's config files: while a job's input is being made, Snakemake ignores other reasons to
+# run the job (changed params), even if that input is `ancient`.
 
 from posttrain.config.suites import evaluation_settings
 from posttrain.plan.sizing.evaluation import evaluates_fp8
@@ -21,7 +21,7 @@ rule evaluate:
         suites=[receipt_of(folder) for folder in SUITE_FOLDERS.values()],
         run=lambda wildcards: may_run(),
     output:
-        # Snakemake deletes what a killed job had made in this order: what vouches for the result goes before it.
+        # Snakemake deletes a killed job's outputs in this order, so the receipt goes before the result.
         receipt=receipt_of(PATHS.evaluation("{when}")),
         result=report(PATHS.evaluation("{when}"), category="Evaluation", labels={"training": "{when}"}),
     log:
@@ -54,13 +54,13 @@ LM_EVAL = CFG.evaluation.lm_eval
 
 
 rule lm_eval:
-    """Measures the model on suites of lm-eval, before or after training."""
+    """Evaluates the model on tasks of lm-eval, before or after training."""
     input:
         checkpoint=receipt_of(EVALUATED[LM_EVAL.when]),
         checked=checked_before(LM_EVAL.when, PATHS.lm_eval(LM_EVAL.when)),
         run=lambda wildcards: may_run(),
     output:
-        # The first to go; see `evaluate`.
+        # Deleted first; see `evaluate`.
         receipt=receipt_of(PATHS.lm_eval(LM_EVAL.when)),
         result=report(PATHS.lm_eval(LM_EVAL.when), category="Evaluation", labels={"training": LM_EVAL.when}),
     log:
@@ -88,7 +88,7 @@ rule lm_eval:
 
 
 rule benchmark_serving:
-    """Answers: how fast the trained model is served."""
+    """Answers: the serving speed of the trained model."""
     input:
         checkpoint=receipt_of(EVALUATED["after"]),
         checked=EXPORT_CHECKED,

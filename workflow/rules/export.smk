@@ -1,8 +1,8 @@
-# The trained weights as a Hub checkpoint, in independent parts: same names, shards and precision as the origin.
+# Exports the trained weights to Hub layout in independent parts: the origin's names, shards and precision.
 from posttrain.cluster.slurm_job import resources_of_export_check
 from posttrain.plan.sizing.export_check import export_check_way
 
-# Another trainer's checkpoint has no receipt; what identifies it is its own metadata.
+# Another trainer's checkpoint has no receipt; its own metadata identifies it.
 OTHER_TRAINED = CFG.export.checkpoint_folder
 TRAINED = {} if OTHER_TRAINED else {"train": PATHS.train_done}
 EXPORT_PARTS = parts_of(PATHS.hf_export, CFG.convert.num_parts)
@@ -68,11 +68,11 @@ rule finalize_export_hf:
 
 
 rule check_export:
-    """Loads what was exported with transformers, and compares it with what the trainer recorded."""
+    """Loads the export with transformers, and compares it with the trainer's records."""
     input:
         export=receipt_of(PATHS.hf_export),
     output:
-        # The first to go; see `evaluate`.
+        # Deleted first; see `evaluate`.
         receipt=receipt_of(PATHS.export_check),
         result=PATHS.export_check,
     log:

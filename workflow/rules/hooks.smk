@@ -1,13 +1,13 @@
-# How a run begins, and how it ends.
+# Actions at the start and the end of a run.
 from posttrain.store.receipts import BACKUPS_VARIABLE
 
-# Snakemake keeps copies of outputs marked `update` here, and puts them back when their job fails. A step that begins to
-# change what a receipt is about takes that receipt away, the copy too.
+# Snakemake copies outputs marked `update` to this folder, and restores them if their job fails. A step that begins to
+# change a folder deletes its receipt, including this copy.
 os.environ[BACKUPS_VARIABLE] = os.path.abspath(os.path.join(".snakemake", "backups"))
 
 
 onsuccess:
-    # Snakemake has planned wrongly before (`until_made`): what was asked for and is not there is no success.
+    # Snakemake has planned wrongly before (`until_made`), so check that all targets exist.
     wanted = {path for job in workflow.dag.targetjobs for path in (job.output or job.input)}
     if missing := sorted(path for path in map(str, wanted) if not os.path.exists(path)):
         ENDING.add(lambda: f"no step has failed, but this was not made: {', '.join(missing)}; run again with `-n`")
@@ -30,7 +30,7 @@ onstart:
     try:
         make_shared_roots(CFG)
         share_store(PATHS.store, CFG.site.store_group, outputs)
-        # Who only looks, or frees space, may do so on a full disk.
+        # Commands without outputs (status, gc) may run on a full disk.
         require_writable([*outputs, *records] if outputs else [])
     except OSError as error:
         words = explain(error) or str(error)

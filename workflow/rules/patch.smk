@@ -1,4 +1,4 @@
-# Config and tokenizer as the trainer and the engines want them, in a copy whose weights are links.
+# Patches config and tokenizer for the trainer and the engines, in a copy whose weights are links.
 
 
 rule patch_hf_config:

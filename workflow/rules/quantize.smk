@@ -1,17 +1,17 @@
-# Weights in another number format: what engines serve, made once for all nodes; others, and BF16 again, on demand.
+# Recodes weights to other number formats: the engines' format once for all nodes; others, and BF16, on demand.
 from collections import UserString
 from types import SimpleNamespace
 
 from posttrain.store.weight_formats import BF16, ENGINES, EXPORT, EXPORT_SERVING, SERVING, START
 from posttrain.config.derived import is_calibrated_here
 
-# What has to be there before a format takes scales of activations: our receipt, or the user's files.
+# Inputs of formats with activation scales: our receipt, or the user's files.
 CALIBRATED_BY = {
     PATHS.serving.name: [receipt_of(PATHS.calibration)] if is_calibrated_here(CFG) else CFG.serving.calibration
 }
 IS_TRAINED_SERVED = CFG.serving.weights == "trained"
-# What each folder is made from and how, by its name. Snakemake compares params of built-in types alone: what was cast to
-# BF16 before the format was one of them is not cast again.
+# Folder's name -> how it is made. Snakemake compares only params of built-in types. BF16 settings are a UserString, so
+# that casts by older versions are not repeated.
 QUANTIZED = {
     PATHS.rollout_fp8.name: SimpleNamespace(
         parts=parts_of(PATHS.rollout_fp8, CFG.convert.num_parts),
@@ -76,7 +76,7 @@ wildcard_constraints:
 
 
 rule quantize:
-    """Brings one part of the weights into another number format."""
+    """Recodes one part of the weights to another number format."""
     input:
         source=lambda wildcards: receipt_of(QUANTIZED[wildcards.quantized].source),
         calibration=lambda wildcards: CALIBRATED_BY.get(wildcards.quantized, []),
@@ -93,7 +93,7 @@ rule quantize:
         folder=lambda wildcards: PATHS.model_root / wildcards.quantized,
         settings=lambda wildcards: QUANTIZED[wildcards.quantized].settings,
         num_parts=lambda wildcards: len(QUANTIZED[wildcards.quantized].parts),
-        # What depends on the input is no reason to run again.
+        # Functions of `input` do not trigger a rerun.
         calibration=lambda wildcards, input: QUANTIZED[wildcards.quantized].calibration,
         step=lambda wildcards, input: QUANTIZED[wildcards.quantized].steps.step,
         title=lambda wildcards, input: QUANTIZED[wildcards.quantized].title,
@@ -112,7 +112,7 @@ rule quantize:
 
 
 rule finalize_quantized:
-    """Joins the parts of weights in another number format."""
+    """Joins the parts of recoded weights."""
     input:
         source=lambda wildcards: receipt_of(QUANTIZED[wildcards.quantized].source),
         parts=lambda wildcards: [
@@ -148,9 +148,9 @@ rule finalize_quantized:
         )
 
 
-# What is named on a command line: a rule with a wildcard is no target.
+# Targets for the command line, because a rule with a wildcard cannot be one.
 rule finalize_rollout_fp8:
-    """Makes the weights that the engines serve in FP8."""
+    """Makes the engines' FP8 weights."""
     input:
         receipt_of(PATHS.rollout_fp8),
     localrule: True
@@ -159,7 +159,7 @@ rule finalize_rollout_fp8:
 
 
 rule finalize_serving:
-    """Makes the weights in the format that `serving.format` names."""
+    """Makes the weights in the format `serving.format`."""
     input:
         receipt_of(PATHS.serving),
     localrule: True
@@ -168,7 +168,7 @@ rule finalize_serving:
 
 
 rule finalize_bf16:
-    """Makes the weights of a quantised source in BF16."""
+    """Makes BF16 weights from a quantised source."""
     input:
         receipt_of(PATHS.bf16),
     localrule: True
@@ -176,9 +176,9 @@ rule finalize_bf16:
         "the weights in BF16 are there"
 
 
-# Not on the way to training: both checkpoints are read once more and compared.
+# Not needed for training: it reads both checkpoints again.
 rule verify_rollout_weights:
-    """Answers: what FP8 did to the weights."""
+    """Answers: the error of FP8 weights."""
     input:
         source=receipt_of(PATHS.hf_patched),
         quantized=receipt_of(PATHS.rollout_fp8),

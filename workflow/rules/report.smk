@@ -1,4 +1,4 @@
-# What a user reads: where runs stand, and in the end the report.
+# Results for users: the state of runs, and the final report.
 
 
 rule render_report:
@@ -11,7 +11,7 @@ rule render_report:
         before=PATHS.evaluation("before"),
         after=PATHS.evaluation("after"),
     output:
-        # The first to go; see `evaluate`.
+        # Deleted first; see `evaluate`.
         receipt=receipt_of(PATHS.run / "report.html"),
         summary=report(PATHS.summary, category="Run", labels={"what": "summary"}),
         report=report(PATHS.run / "report.html", category="Run", labels={"what": "report"}),
@@ -34,7 +34,7 @@ rule render_report:
 
 
 rule status:
-    """Answers: where runs stand, and jobs in the queue."""
+    """Answers: the state of runs, and jobs in the queue."""
     log:
         PATHS.run_log("status"),
     localrule: True
@@ -44,9 +44,9 @@ rule status:
         runs("status", FROM_CONFIG)
 
 
-# No output: it is drawn each time that it is asked for, while training runs and when all is done.
+# Without output, so that it is rendered on every request, during and after training.
 rule snapshot:
-    """Answers: the report of a run as far as it is."""
+    """Answers: the report of a run so far."""
     log:
         PATHS.run_log("snapshot"),
     localrule: True

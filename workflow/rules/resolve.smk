@@ -1,19 +1,19 @@
-# The configuration of this run on disk, its plan, and what must be there before work starts.
+# Writes this run's configuration and plan, and checks requirements before work starts.
 
 
 rule resolve_config:
-    """Writes the configuration of a run, and registers what of the store it uses."""
+    """Writes the configuration of a run, and registers its use of the store."""
     input:
         lambda wildcards: may_run(),
     output:
-        # They stay until they are replaced: what a run has begun with is never not to be seen.
+        # `update` keeps the old files until they are replaced, so a run's configuration is always readable.
         experiment=update(PATHS.experiment),
         resolved=update(PATHS.config),
     log:
         PATHS.run_log("resolve_config"),
     benchmark:
         PATHS.run_log("resolve_config").with_suffix(".benchmark.tsv")
-    # What cannot be trained is refused before hours of other work.
+    # Reject untrainable configurations before hours of other work.
     priority: 100
     localrule: True
     params:
@@ -30,7 +30,7 @@ rule plan:
         PATHS.run_log("plan"),
     localrule: True
     params:
-        # Elsewhere a scheduler decides it.
+        # With a scheduler, the scheduler decides.
         jobs_at_once=f"--jobs-at-once {workflow.cores}" if CFG.site.launcher == "local" else "",
     message:
         f"plan {CFG.model.name} on {NODES} of {CFG.hardware.name}: layout, memory, storage, durations"
@@ -39,7 +39,7 @@ rule plan:
 
 
 rule rehearse:
-    """Answers: what of training would fail on GPUs, shown without one (`make env-rehearsal`)."""
+    """Answers: what would fail in training on GPUs, tested without a GPU (`make env-rehearsal`)."""
     log:
         PATHS.run_log("rehearse"),
     localrule: True

@@ -1,7 +1,7 @@
-# A verified copy on every node's own disk, so that a start does not read the shared file system N times.
+# Verified copies on every node's own disk, so that a start does not read the shared file system N times.
 
 
-# Which nodes get a copy. A finished run keeps the nodes it had: other ones are no reason to copy anything.
+# Nodes that get a copy. A finished run keeps its nodes, so a change of nodes copies nothing.
 if PATHS.train_done.exists():
     STAGED = sorted(PATHS.node_record("any").parent.glob("*.json"))
 else:
@@ -26,7 +26,7 @@ rule stage_to_node_local:
         rollout=PATHS.rollout_weights,
         destination=lambda wildcards: PATHS.node_local(wildcards.node),
         peers=PATHS.node_record("any").with_name("broadcast"),
-        # Which files a node gets: slices follow the layout, and some nodes or all read nothing for engines.
+        # Selects a node's files: slices follow the layout, and some or all nodes need no engine weights.
         choice=[
             CFG.stage.copy,
             *([str(CFG.nodes), str(CFG.parallel)] if CFG.stage.copy == "slices" else []),
@@ -46,9 +46,9 @@ rule stage_to_node_local:
         )
 
 
-# Training waits for this one file and not for the nodes' own: nodes may change without training a finished run again.
+# Training depends on this file instead of the nodes' records, so a change of nodes does not repeat a finished run.
 rule stage_all_nodes:
-    """All nodes have their copies."""
+    """Waits for the copies of all nodes."""
     input:
         STAGED,
     output:

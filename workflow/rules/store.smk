@@ -1,8 +1,8 @@
-# The proof of where every byte came from, and what of the shared store nobody needs any more.
+# Proves the origin of every byte, and finds unused files in the shared store.
 
 
 rule verify:
-    """Answers: where every byte of a run came from."""
+    """Answers: the origin of every byte of a run."""
     input:
         receipt_of(PATHS.hf_export),
     log:
@@ -14,7 +14,7 @@ rule verify:
 
 
 rule verify_store:
-    """Answers: where every byte of the checkpoints came from, before training or without."""
+    """Answers: the origin of every byte of the checkpoints, with or without training."""
     input:
         receipt_of(PATHS.dataset),
         receipt_of(PATHS.torch_dist),
@@ -28,7 +28,7 @@ rule verify_store:
 
 
 rule gc:
-    """Answers: what of the store no run needs; gc=delete frees it."""
+    """Answers: files in the store that no run needs; gc=delete deletes them."""
     log:
         PATHS.run_log("gc"),
     localrule: True

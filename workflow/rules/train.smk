@@ -1,4 +1,4 @@
-# Training: one resumable job. Its run folder is a parameter, never an output: Snakemake would delete checkpoints.
+# Training: one resumable job. Its run folder is a parameter, not an output, because Snakemake would delete checkpoints.
 
 
 rule fork_checkpoint:
@@ -39,7 +39,7 @@ rule approve_data:
     priority: 50
     params:
         format_version=FORMAT_VERSIONS["approve_data"],
-        # Whoever lowers a limit, or mends the grader, is told anew.
+        # A changed limit or grader repeats the check.
         settings=lambda wildcards: json.dumps(
             [dataclasses.asdict(section) for section in (CFG.data, CFG.reward, CFG.rollout)]
         ),
@@ -58,7 +58,7 @@ rule approve_data:
 
 
 rule check_data:
-    """Answers: what prompts, labels, tokenizer and graders say of each other."""
+    """Answers: whether prompts, labels, tokenizer and graders agree."""
     input:
         receipt_of(PATHS.hf_patched),
         receipt_of(PATHS.dataset),
@@ -72,14 +72,14 @@ rule check_data:
 
 
 rule train:
-    """Trains: one job that resumes where it was."""
+    """Trains in one resumable job."""
     input:
         torch_dist=receipt_of(PATHS.torch_dist),
         rollout=receipt_of(PATHS.rollout_weights),
         dataset=receipt_of(PATHS.dataset),
-        # What was trained by a version without this check stays trained.
+        # Runs trained by a version without this check stay valid.
         checked=until_made(PATHS.train_done, CHECKED) if CHECKED.exists() or not IS_TRAINED else [],
-        # No reasons to train again: topology and engineering may change between attempts, the experiment never does.
+        # Not reasons to train again: topology and engineering may change between attempts, the experiment never does.
         experiment=until_made(PATHS.train_done, PATHS.experiment),
         resolved=until_made(PATHS.train_done, PATHS.config),
         staged=until_made(PATHS.train_done, PATHS.run / "node_local.staged"),
@@ -93,7 +93,7 @@ rule train:
         PATHS.run_log("train").with_suffix(".benchmark.tsv")
     threads: workflow.cores if CFG.site.launcher == "local" else CFG.site.slurm.cpus_per_node
     resources:
-        # Topology is a resource: a change of it resumes the run instead of starting it anew.
+        # Topology is a resource: a change of it resumes the run instead of restarting it.
         **resources_of_training(CFG, PATHS.train / "lease"),
     params:
         format_version=FORMAT_VERSIONS["train_grpo"],
@@ -112,7 +112,7 @@ rule train:
             "--dataset {params.dataset:q} --dataset-receipt {input.dataset:q} --data-check",
             literal(PATHS.data_check),
             "--data-check-receipt {input.checked:q} --node-local",
-            # Not a param: on another node a finished run would be trained again.
+            # Not a param, because another node name would repeat a finished run.
             literal(PATHS.node_local("{node}")),
             "--fork {input.fork:q} --done {output:q}",
             where=ON_ALL_NODES,
@@ -121,12 +121,12 @@ rule train:
 
 if not workflow.is_main_process and "train_grpo:" in sys.argv:
 
-    # A job that version 0.2 submitted and that starts only now.
+    # For jobs that version 0.2 submitted and that start only now.
     use rule train as train_grpo
 
 
 rule preflight:
-    """Answers: what is wrong with the nodes of a training job, spare ones too, without training."""
+    """Answers: faults of a training job's nodes, including spare ones, without training."""
     input:
         lambda wildcards: may_look_at_nodes(),
     log:
@@ -141,7 +141,7 @@ rule preflight:
 
 
 rule attach:
-    """Waits for training that goes on without its driver."""
+    """Waits for training that outlived its driver."""
     log:
         PATHS.run_log("attach"),
     localrule: True
@@ -152,7 +152,7 @@ rule attach:
 
 
 rule replay:
-    """Answers: whether the newest step, trained again on its stored rollout, gives the same bits."""
+    """Answers: whether the newest step, replayed from its stored rollout, gives the same bits."""
     log:
         PATHS.run_log("replay"),
     localrule: True

@@ -74,7 +74,7 @@ class Recorder:
         # Places of the buffers whose gradients grew after their reduction had begun.
         self.late: list[str] = []
         self.values: Callable[[torch.Tensor], torch.Tensor | None] = lambda tensor: None
-        # Called at the begin of each phase.
+        # Called at the start of each phase.
         self.announce: Callable[[Phase], None] = lambda phase: None
 
     @contextmanager

@@ -175,7 +175,7 @@ class NodeSupervisor:
             for url in filter(None, [rank.silent_engine() for rank in ranks]):
                 self._head.tell("silent", url=url)
             positions = {rank.rank: rank.position() for rank in ranks}
-            # Report a new phase at once: the first step's begin measures the start, and nodes without ranks restart
+            # Report a new phase at once: the first one marks the end of startup, and nodes without ranks restart
             # engines only in a rollout.
             if _places(positions) != before or time.monotonic() > next_report:
                 next_report, before = time.monotonic() + BEAT_SECONDS, _places(positions)
