@@ -34,7 +34,7 @@ def test_every_key_stands_in_it_once():
     [
         ("optimizer.lr", "| Learning rate | number | `1e-06` in `base.yaml` | > 0, ≤ 1 |"),
         ("trainer.save_interval", "| Steps between checkpoints | whole number | `20` | ≥ 1 |"),
-        ("hardware.device", "| Where tensors live | text | set in `hardware/` | `cuda`, `cpu` |"),
+        ("hardware.device", "| Device of the tensors | text | set in `hardware/` | `cuda`, `cpu` |"),
         (
             "algorithm.loss_aggregation",
             "| Denominator of the loss | text | set in `algorithms.yaml` | `constant`, ",

@@ -12,16 +12,16 @@ ORIGINAL = "original"
 
 @dataclass(frozen=True)
 class Deployment:
-    """What a quantised checkpoint may lose to be deployed, when the rule `compare_precisions` is asked for."""
+    """Limits of the loss by quantisation, for the rule `compare_precisions`."""
 
     max_loss_points: float = _doc(
-        "Points of the pass rate that may be lost: the upper end of the 95 % interval of the loss, prompt by prompt",
+        "Maximum loss of the pass rate in points: the upper end of the 95 % interval of the loss, paired by prompt",
         1.0,
         exclusive_minimum=0,
     )
     max_kl: float = _doc(
-        "Mean KL of the next token from the original's, in nats, over the original's responses",
+        "Maximum mean KL of the next token to the original's, in nats, over the original's responses",
         0.02,
         exclusive_minimum=0,
     )
-    num_samples: int = _doc("Responses over which the KL is taken, of the first held-out prompts", 64, minimum=1)
+    num_samples: int = _doc("Responses for the KL, to the first held-out prompts", 64, minimum=1)

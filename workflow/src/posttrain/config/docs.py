@@ -27,33 +27,31 @@ INTRODUCTION = """\
 # Configuration
 
 This file is generated: `python -m posttrain.config.docs > config/README.md`. So is `schema.json`
-(`--schema > config/schema.json`), with which an editor completes and checks keys; a file of your own names it in its
-first line, as those here do: `# yaml-language-server: $schema=/path/to/posttrain/config/schema.json`.
+(`--schema > config/schema.json`), with which editors complete and check keys. Your own files refer to it in their
+first line, like the files here: `# yaml-language-server: $schema=/path/to/posttrain/config/schema.json`.
 
-Values live in this folder, their types in `posttrain.config.schema`. Layers are merged in this order,
-later ones win:
+Values are in this folder, their types in `posttrain.config.schema`. Layers are merged in this order; later ones win:
 
 1. the schema's defaults, for engineering knobs
 2. `base.yaml`: the experiment, the same for all node counts
 3. the line of `algorithms.yaml` that `algorithm.preset` names, which any layer may choose
-4. `models/{model}.yaml`: source, dimensions, what this model needs; default node count and hardware
-5. `recipes/{recipe}.yaml`, if one is asked for with `recipe=`: another batch than the model's
-6. `nodes/{model}_{nodes}.yaml`, if there is one: the layout for this number of nodes of 8 GPUs
+4. `models/{model}.yaml`: source, dimensions and other values of the model; default node count and hardware
+5. `recipes/{recipe}.yaml`, chosen with `recipe=`: a different batch
+6. `nodes/{model}_{nodes}.yaml`, if it exists: the layout for this number of nodes with 8 GPUs each
 7. `hardware/{hardware}.yaml`
-8. `sites/{site}.yaml`: what belongs to a cluster
-9. sections in a file of your own, `--configfile my.yaml`: `optimizer: {lr: 1e-4}`. One that changes a model's,
-   hardware's or site's file says which with its `name`
+8. `sites/{site}.yaml`: the cluster
+9. sections in your own file, `--configfile my.yaml`: `optimizer: {lr: 1e-4}`. A section `model`, `hardware` or `site`
+   names the file that it changes with its key `name`
 10. `set='key=value key=value'` on the command line
 
-`workflow.yaml` and `--config` choose among them; they know the keys %(workflow_keys)s.
-Files of your own need not lie here: `configs=/my/folder` names a folder with `models/`, `recipes/`, `nodes/`,
-`hardware/` or `sites/` in it, whose files are chosen by name like those of this folder.
-Every key and value of every layer is checked, and all mistakes are reported at once, each with its file and
-a remedy.
+`workflow.yaml` and `--config` choose the files, with the keys %(workflow_keys)s.
+Your own files can be in another folder: `configs=/my/folder` adds a folder with `models/`, `recipes/`, `nodes/`,
+`hardware/` or `sites/`, whose files are chosen by name like those of this folder.
+Every key and value of every layer is checked, and all mistakes are reported at once, each with its file and a remedy.
 `config.resolved.yaml` in a run's folder shows every value with the layer that set it.
 
 The sections %(experiment)s define what is learned: their digest
-names the run. All others say how and where, and may change from attempt to attempt of the same run.
+names the run. All other sections may change from attempt to attempt of the same run.
 
 | choice | files |
 |---|---|
@@ -80,15 +78,15 @@ JSON_LIMITS = {
     "exclusive_minimum": "exclusiveMinimum",
     "maximum": "maximum",
 }
-# What is no section: the other keys of `--config`.
+# Keys of `--config` that are no sections.
 REQUEST_SCHEMA: dict[str, dict[str, Any]] = {
-    "recipe": {"description": "A file of recipes/: another batch than the model's", "type": "string"},
-    "configs": {"description": "A folder of your own, laid out as config/", "type": "string"},
+    "recipe": {"description": "A file of recipes/: a different batch", "type": "string"},
+    "configs": {"description": "Your own folder, with the layout of config/", "type": "string"},
     "run": {"description": "Name of the run", "type": "string", "pattern": f"^{RUN_NAME}$"},
-    "fork": {"description": "RUN@STEP: the state to begin with", "type": "string", "pattern": f"^{FORK}$"},
+    "fork": {"description": "RUN@STEP: the state to start from", "type": "string", "pattern": f"^{FORK}$"},
     "set": {"description": "Values: KEY=VALUE KEY=VALUE", "type": "string"},
     "quick": {"description": "Whether `rehearse` takes few layers and three stages of each pipeline", "enum": [0, 1]},
-    "lengths": {"description": "A file from whose lengths `rehearse` draws samples", "type": "string"},
+    "lengths": {"description": "A file of sample lengths for `rehearse`", "type": "string"},
     "expert_imbalance": {
         "description": "Rows at the busiest rank's experts over the mean, for `rehearse`",
         "type": "number",

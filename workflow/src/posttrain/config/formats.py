@@ -15,18 +15,18 @@ NVFP4_GROUP = 16
 
 @dataclass(frozen=True)
 class Quantize:
-    """How weights become FP8, and what keeps its precision in every format."""
+    """Quantisation to FP8, and the modules that keep their precision in every format."""
 
     strategy: str = _doc(
-        "What shares a scale: a block of 128x128, a channel (a row), or the whole tensor",
+        "Unit of a scale: a block of 128x128, a channel (a row), or the whole tensor",
         choices=("block", "channel", "tensor"),
     )
     scale: str = _doc(
-        "Scales are any FP32 number, or powers of two (UE8M0; blocks only)", choices=("fp32", "power_of_two")
+        "Scales: any FP32 number, or powers of two (UE8M0; blocks only)", choices=("fp32", "power_of_two")
     )
     keep_first_layers: int = _doc("Leading decoder layers that keep their precision", minimum=0)
     keep_last_layers: int = _doc("Trailing decoder layers that keep their precision", minimum=0)
-    keep_modules: list[str] = _doc("Regular expressions: a module whose name holds a match keeps its precision")
+    keep_modules: list[str] = _doc("Regular expressions; a module whose name matches one keeps its precision")
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,15 @@ class Export:
     """What becomes a checkpoint in Hub layout."""
 
     checkpoint_folder: str = _doc(
-        "A checkpoint that slime, miles or Megatron-LM trained from this model, exported in place of a run of ours: "
-        "nothing is trained then",
+        "A checkpoint of this model trained by slime, miles or Megatron-LM, to export instead of a run "
+        "of ours; nothing is trained",
         "",
     )
     check: str = _doc(
-        "How an export is checked, before it is evaluated: transformers loads it in FP32 on one node and must give the "
-        "log-probabilities that the trainer recorded. auto: whole where the node's host memory holds it, else layers; "
-        "whole; layers: one decoder layer in memory at a time; off: not at all, which receipt and report say",
+        "Check of an export before it is evaluated: transformers loads it in FP32 on one node and must "
+        "reproduce the trainer's recorded log-probabilities. auto: whole if it fits the node's host "
+        "memory, else layers; whole; layers: one decoder layer in memory at a time; off: no check, as "
+        "receipt and report then state",
         "auto",
         choices=("auto", "whole", "layers", "off"),
     )

@@ -18,13 +18,15 @@ class MismatchLimits:
     """
 
     action: str = _doc(
-        "Above a limit: warn (log, metrics, progress line, report), or stop before the step's update; a stopped run "
-        "goes on with the same command",
+        "If a limit is exceeded: warn (log, metrics, progress line, report), or stop before the step's "
+        "update; a stopped run resumes with the same command",
         "warn",
         choices=("warn", "stop"),
     )
-    fp32: float = _doc("On the weights served, where trainer and engine compute in FP32", 1e-4, exclusive_minimum=0)
+    fp32: float = _doc("Limit on the served weights, if trainer and engine compute in FP32", 1e-4, exclusive_minimum=0)
     bf16: float = _doc(
-        "One of them computes in BF16, or the engine has the trainer's weights in BF16", 0.05, exclusive_minimum=0
+        "Limit if one of them computes in BF16, or the engine has the trainer's weights in BF16",
+        0.05,
+        exclusive_minimum=0,
     )
-    quantised: float = _doc("The engine's weights are quantised", 0.1, exclusive_minimum=0)
+    quantised: float = _doc("Limit if the engine's weights are quantised", 0.1, exclusive_minimum=0)

@@ -17,38 +17,38 @@ BUILT_IN = (
 
 @dataclass(frozen=True)
 class Reward:
-    """How responses are graded."""
+    """Grading of responses."""
 
     deadline_seconds: float = _doc(
-        "A response must be graded within this; its process is killed then", 10.0, exclusive_minimum=0, unnamed=ANY
+        "Time limit for grading one response; then its process is killed", 10.0, exclusive_minimum=0, unnamed=ANY
     )
-    num_workers: int = _doc("Processes that grade", 2, minimum=1, unnamed=ANY)
-    memory_gib: float = _doc("Memory that each of them may take for an answer", 1.0, exclusive_minimum=0, unnamed=ANY)
+    num_workers: int = _doc("Grading processes", 2, minimum=1, unnamed=ANY)
+    memory_gib: float = _doc("Memory limit of a grading process", 1.0, exclusive_minimum=0, unnamed=ANY)
     max_failure_share: float = _doc(
-        "Share of a step's responses whose grader may fail (deadline, crash, exception): they have no reward and are "
-        "counted; more end the run",
+        "Share of a step's responses whose grader may fail (deadline, crash, exception); they are "
+        "counted and have no reward. A larger share ends the run",
         0.05,
         minimum=0,
         maximum=1,
         unnamed=0.05,
     )
     min_own_label: float = _doc(
-        "Share of labels that must have full marks when they are the response, before anything is trained",
+        "Minimum share of labels that must get full marks as the response to their own prompt, checked before training",
         0.99,
         minimum=0,
         maximum=1,
         unnamed=ANY,
     )
     max_other_label: float = _doc(
-        "Share of labels that may have full marks when another row's is the response",
+        "Maximum share of labels that may get full marks as the response to another prompt",
         0.01,
         minimum=0,
         maximum=1,
         unnamed=ANY,
     )
     max_label_in_prompt: float = _doc(
-        "Share of prompts that may contain their own label, beyond those that contain another row's; 1 where the task "
-        "is to find the answer in the prompt",
+        "Maximum share of prompts that contain their own label, beyond the share that contain another "
+        "row's; 1 for tasks whose answer is in the prompt",
         0.5,
         minimum=0,
         maximum=1,
@@ -59,15 +59,16 @@ class Reward:
         THINK_THEN_ANSWER,
         unnamed=THINK_THEN_ANSWER,
     )
-    target_tokens: int = _doc("`length`: response length that is best", 1024, minimum=1, unnamed=1024)
+    target_tokens: int = _doc("`length`: best response length", 1024, minimum=1, unnamed=1024)
     overlong_buffer_tokens: int = _doc(
-        "`overlong`: tokens before rollout.max_response_tokens in which the punishment grows to 1; at most all of it",
+        "`overlong`: number of tokens before rollout.max_response_tokens over which the penalty grows to "
+        "1; at most rollout.max_response_tokens",
         4096,
         minimum=1,
         unnamed=4096,
     )
     repetition_ngram: int = _doc(
-        "`repetition`: words of the sequences whose repetition is counted", 4, minimum=1, unnamed=4
+        "`repetition`: number of words in the sequences whose repetitions are counted", 4, minimum=1, unnamed=4
     )
     services: dict[str, Service] = field(
         default_factory=dict, metadata={"doc": "Services that grade, by names of your own", "unnamed": ANY}

@@ -31,40 +31,43 @@ from posttrain.rl.algorithm.settings import Algorithm
 
 @dataclass(frozen=True)
 class Source:
-    """Where the model's files come from."""
+    """Source of the model's files."""
 
     kind: str = _doc(
-        "hub: a Hugging Face repository; folder: a local folder; run: what another run has trained; made: by the rule "
-        "make_tiny_model",
+        "hub: a Hugging Face repository; folder: a local folder; run: the export of another run; made: "
+        "the output of the rule make_tiny_model",
         choices=("hub", "folder", "run", "made"),
     )
     repo_id: str = _doc("Hub repository, `owner/name`", "")
     revision: str = _doc(
-        "Pinned commit of the repository, 40 hex digits, quoted; `unpinned` can be planned, but nothing is fetched. "
-        "With kind=run the digest of the exported model's receipt, found by itself",
+        "Pinned commit of the repository, 40 hex digits, quoted; with `unpinned`, plans work but nothing "
+        "is downloaded. With kind=run, the digest of the export's receipt, filled in when a "
+        "configuration is resolved",
         "",
     )
     folder: str = _doc("Folder with a checkpoint in Hub layout, for kind=folder", "")
-    run: str = _doc("Name of the run whose exported model is taken, for kind=run", "", unnamed="")
+    run: str = _doc("Name of the run whose export is used, for kind=run", "", unnamed="")
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """YaRN: positions beyond those that the model was first trained on."""
+    """YaRN: longer positions than in the original training."""
 
-    factor: float = _doc(
-        "Times the original positions that the model reaches; 1: positions are not scaled", 1.0, minimum=1
-    )
+    factor: float = _doc("Ratio of supported to original positions; 1: positions are not scaled", 1.0, minimum=1)
     original_max_position_embeddings: int = _doc("Longest position before scaling", 0, minimum=0)
-    beta_fast: float = _doc("Turns over the original positions above which a pair keeps its frequency", 32.0, minimum=0)
-    beta_slow: float = _doc("Turns below which a pair's frequency is divided by the factor", 1.0, minimum=0)
-    mscale: float = _doc("Growth of the rotated part with the logarithm of the factor", 1.0, exclusive_minimum=0)
-    mscale_all_dim: float = _doc("The same for whole queries and keys, in the softmax's scale", 0.0, minimum=0)
+    beta_fast: float = _doc(
+        "A rotary pair with more turns over the original positions keeps its frequency", 32.0, minimum=0
+    )
+    beta_slow: float = _doc("A rotary pair with fewer turns has its frequency divided by the factor", 1.0, minimum=0)
+    mscale: float = _doc("How much the rotated part grows with the logarithm of the factor", 1.0, exclusive_minimum=0)
+    mscale_all_dim: float = _doc(
+        "How much whole queries and keys grow with the logarithm of the factor, in the softmax's scale", 0.0, minimum=0
+    )
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """Dimensions of the model, as `config.json` spells them; checked against it before any work.
+    """Dimensions of the model under their names in `config.json`, which they are checked against.
 
     A part that the model's family does not have is left at its default: `posttrain.config.families` says who has what.
     """
@@ -74,35 +77,41 @@ class Architecture:
     )
     vocab_size: int = _doc("Vocabulary", minimum=1)
     hidden_size: int = _doc("Width of the residual stream", minimum=1)
-    num_hidden_layers: int = _doc("Decoder layers, the MTP layer not counted", minimum=1)
+    num_hidden_layers: int = _doc("Decoder layers, without the MTP layer", minimum=1)
     first_k_dense_replace: int = _doc("Leading layers with a dense MLP", 0, minimum=0)
     intermediate_size: int = _doc("Width of the dense MLP", minimum=1)
     moe_intermediate_size: int = _doc("Width of one expert", 0, minimum=0)
     n_routed_experts: int = _doc("Routed experts per MoE layer (Qwen3-MoE spells it num_experts)", 0, minimum=0)
     n_shared_experts: int = _doc("Shared experts per MoE layer", 0, minimum=0)
-    num_experts_per_tok: int = _doc("Experts a token is sent to", 0, minimum=0)
+    num_experts_per_tok: int = _doc("Experts per token", 0, minimum=0)
     routed_scaling_factor: float = _doc("Factor on the routed experts' weights (sigmoid routers)", 0.0, minimum=0)
-    n_group: int = _doc("Groups of experts, of which a token chooses some first (DeepSeek-V3)", 1, minimum=1, unnamed=1)
-    topk_group: int = _doc("Groups that a token chooses its experts from", 1, minimum=1, unnamed=1)
+    n_group: int = _doc("Groups of experts; a token first chooses some of them (DeepSeek-V3)", 1, minimum=1, unnamed=1)
+    topk_group: int = _doc("Groups that a token chooses", 1, minimum=1, unnamed=1)
     num_attention_heads: int = _doc("Attention heads", minimum=1)
     num_key_value_heads: int = _doc("Heads of key and value, each shared by a group of query heads (GQA)", 0, minimum=0)
     head_dim: int = _doc("Head width (GQA)", 0, minimum=0)
     partial_rotary_factor: float = _doc("Share of each head that is rotated (GLM-4-MoE)", 0.0, minimum=0, maximum=1)
     attention_bias: bool = _doc("Query, key and value projections have a bias (GLM-4-MoE)", False)
     use_qk_norm: bool = _doc("Queries and keys are normalised (GLM-4-MoE; Qwen3 always does)", False)
-    q_lora_rank: int = _doc("Rank of the query latent (MLA); 0 where queries have none (Moonlight)", 0, minimum=0)
+    q_lora_rank: int = _doc("Rank of the query latent (MLA); 0: queries have no latent (Moonlight)", 0, minimum=0)
     kv_lora_rank: int = _doc("Rank of the key-value latent (MLA)", 0, minimum=0)
     qk_nope_head_dim: int = _doc("Head width without position (MLA)", 0, minimum=0)
     qk_rope_head_dim: int = _doc("Head width with rotary position (MLA)", 0, minimum=0)
     v_head_dim: int = _doc("Value head width (MLA)", 0, minimum=0)
-    index_n_heads: int = _doc("Heads of the DSA indexer; 0 where attention is dense", 0, minimum=0)
+    index_n_heads: int = _doc("Heads of the DSA indexer; 0: attention is dense", 0, minimum=0)
     index_head_dim: int = _doc("Head width of the DSA indexer", 0, minimum=0)
     index_topk: int = _doc("Keys that the indexer keeps per query", 0, minimum=0)
     index_topk_freq: int = _doc(
-        "One layer in so many chooses its keys, the others take its choice over (GLM-5.2: 4)", 1, minimum=1, unnamed=1
+        "Every n-th layer selects keys, and the layers after it reuse its selection (GLM-5.2: 4)",
+        1,
+        minimum=1,
+        unnamed=1,
     )
     index_skip_topk_offset: int = _doc(
-        "Leading layers that all choose, where some share (GLM-5.2: 3)", 0, minimum=0, unnamed=0
+        "Leading layers that all select their own keys, if later layers share a selection (GLM-5.2: 3)",
+        0,
+        minimum=0,
+        unnamed=0,
     )
     num_nextn_predict_layers: int = _doc("MTP layers in the checkpoint", 0, minimum=0)
     tie_word_embeddings: bool = _doc("The output matrix is the embedding (Qwen3)", False)
@@ -111,21 +120,22 @@ class Architecture:
         default_factory=RopeScaling, metadata={"doc": "Scaled positions (YaRN)", "unnamed": RopeScaling()}
     )
     rms_norm_eps: float = _doc("Epsilon of the layers' RMSNorm", exclusive_minimum=0)
-    max_position_embeddings: int = _doc("Longest position the model was made for", minimum=1)
+    max_position_embeddings: int = _doc("Longest position that the model supports", minimum=1)
 
 
 @dataclass(frozen=True)
 class Patch:
-    """Change of `config.json` and tokenizer, made in a copy whose weights are links."""
+    """Changes of `config.json` and tokenizer, in a copy whose weights are links."""
 
     target: str = _doc(
-        "native: validate and leave alone; deepseek_v32: rewrite to the alias that older stacks load",
+        "native: validate, change nothing; deepseek_v32: rewrite to the alias that older software loads",
         choices=("native", "deepseek_v32"),
     )
     copies: str = _doc(
-        "A tensor that repeats another one (lm_head of a tied model, embedding and output matrix of an MTP layer) and "
-        "differs from it. reject; drop: it is left out; keep: it is no copy, so a tied model is untied "
-        "(architecture.tie_word_embeddings=false), and what an MTP layer has of its own stays as it is",
+        "What to do if a tensor should equal another one (lm_head of a tied model, embedding and output "
+        "matrix of an MTP layer) but differs. reject: reject the checkpoint; drop: ignore it; keep: "
+        "treat it as a separate tensor, so a tied model is untied "
+        "(architecture.tie_word_embeddings=false) and an MTP layer keeps its own tensors",
         "reject",
         choices=("reject", "drop", "keep"),
         unnamed="reject",
@@ -141,13 +151,14 @@ class Model:
     architecture: Architecture = field(default_factory=Architecture, metadata={"doc": "Its dimensions"})
     patch: Patch = field(default_factory=Patch, metadata={"doc": "Change of its config"})
     tokenizer: str = _doc(
-        "Folder with a `tokenizer.json` that replaces the checkpoint's tokenizer, where that needs own code. The "
-        "folder's `tokenizer_config.json` and `chat_template.jinja` are taken too, if it has them",
+        "Folder with a `tokenizer.json` that replaces the checkpoint's tokenizer, for checkpoints whose "
+        "tokenizer needs its own code. The folder's `tokenizer_config.json` and `chat_template.jinja` "
+        "are used, too",
         "",
         unnamed="",
     )
     chat_template: str = _doc(
-        "File with a Jinja chat template that replaces the checkpoint's, or adds the one it lacks", "", unnamed=""
+        "File with a Jinja chat template that replaces the checkpoint's, or adds a missing one", "", unnamed=""
     )
     own_digests: list[str] = _doc(
         "Digests of the files that `tokenizer` and `chat_template` name, computed for you", [], unnamed=[]
@@ -156,7 +167,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Defaults:
-    """What a model runs on when the user does not say."""
+    """Default nodes and hardware of a model."""
 
     nodes: int = _doc("Node count", minimum=1)
     hardware: str = _doc("Name of a file in `config/hardware`")
@@ -166,39 +177,45 @@ class Defaults:
 class Rollout:
     """Sampling of responses."""
 
-    rollout_batch_size: int = _doc("Prompts per step; more than the dataset has come from several epochs", minimum=1)
+    rollout_batch_size: int = _doc(
+        "Prompts per step; if the dataset has fewer, they come from several epochs", minimum=1
+    )
     num_samples_per_prompt: int = _doc("Responses per prompt (the group)", minimum=1)
-    max_response_tokens: int = _doc("A response is cut here", minimum=1)
+    max_response_tokens: int = _doc("Maximum tokens of a response", minimum=1)
     max_prompt_tokens: int = _doc(
-        "Tokens of the longest prompt; 0: any length, planned as a quarter of a response", 0, minimum=0, unnamed=ANY
+        "Maximum tokens of a prompt; 0: unlimited, and the plan assumes a quarter of a response",
+        0,
+        minimum=0,
+        unnamed=ANY,
     )
     overlong_prompts: str = _doc(
-        "Prompts longer than `max_prompt_tokens`: refuse the run before it trains, or drop them, counted",
+        "Prompts longer than `max_prompt_tokens`: refuse the run before it trains, or drop and count them",
         "refuse",
         choices=("refuse", "drop"),
         unnamed="refuse",
     )
     overlong_samples: str = _doc(
-        "Samples longer than the trainer's token budget: own_row: each is a micro-batch of its own, and planned for; "
-        "cut: responses end where the budget does; refuse: a configuration in which they can occur",
+        "Samples longer than the trainer's token budget: own_row: each becomes a micro-batch, for which "
+        "the plan reserves memory; cut: responses end at the budget; refuse: reject configurations in "
+        "which they can occur",
         "own_row",
         choices=("own_row", "cut", "refuse"),
         unnamed="own_row",
     )
-    temperature: float = _doc("Sampling temperature; log-probabilities are taken at it too", exclusive_minimum=0)
-    fp8: bool = _doc("Engines serve FP8 weights (see `quantize`); the trainer keeps its own precision")
+    temperature: float = _doc("Sampling temperature, also of log-probabilities", exclusive_minimum=0)
+    fp8: bool = _doc("Engines serve FP8 weights (see `quantize`); the trainer keeps its precision")
 
 
 @dataclass(frozen=True)
 class Training:
     """Length and seed of the run."""
 
-    num_steps: int = _doc("Rollout-and-train rounds", minimum=1)
+    num_steps: int = _doc("Steps, each a rollout and its updates", minimum=1)
     global_batch_size: int = _doc("Samples per optimizer step", minimum=1)
     seed: int = _doc("Seed of sampling and of the model-parallel RNG", minimum=0)
     objective: str = _doc(
-        "rl: responses are sampled and learned from by their rewards (`algorithm`); sft: responses that the data give "
-        "become more likely, without engines (docs/algorithms.md)",
+        "rl: sample responses and learn from their rewards (`algorithm`); sft: learn the responses of "
+        "the data, without engines (docs/algorithms.md)",
         "rl",
         choices=("rl", "sft"),
         unnamed="rl",
@@ -207,42 +224,42 @@ class Training:
 
 @dataclass(frozen=True)
 class Parallel:
-    """How the trainer is laid out over ranks, in Megatron's words."""
+    """Parallel layout of the trainer, under Megatron's names."""
 
     tensor_model_parallel_size: int = _doc("Ranks that share a layer's matrices", 1, minimum=1)
-    pipeline_model_parallel_size: int = _doc("Stages", 1, minimum=1)
+    pipeline_model_parallel_size: int = _doc("Pipeline stages", 1, minimum=1)
     context_parallel_size: int = _doc("Ranks that share a sequence", 1, minimum=1)
     expert_model_parallel_size: int = _doc("Ranks that share a layer's experts", 1, minimum=1)
     expert_tensor_parallel_size: int = _doc("Ranks that share an expert's matrices", 1, minimum=1)
-    num_layers_in_last_pipeline_stage: int = _doc("Layers of the last stage; 0 cuts evenly", 0, minimum=0)
+    num_layers_in_last_pipeline_stage: int = _doc("Layers of the last stage; 0: an even split", 0, minimum=0)
     virtual_pipeline_model_parallel_size: int = _doc(
-        "Chunks of layers on each stage, which interleave: the pipeline is idle for less, and sends more", 1, minimum=1
+        "Interleaved chunks of layers per stage: less pipeline idle time, more communication", 1, minimum=1
     )
 
 
 @dataclass(frozen=True)
 class Trainer:
-    """How a step is computed and saved."""
+    """Computation of a step, and checkpoints."""
 
-    params_dtype: str = _doc("Precision of the weights in the trainer", "bf16", choices=("bf16", "fp32"))
+    params_dtype: str = _doc("Precision of the trainer's weights", "bf16", choices=("bf16", "fp32"))
     max_tokens_per_gpu: int = _doc("Token budget of a micro-batch per rank (dynamic batching)", 16384, minimum=1)
-    log_probs_chunk_size: int = _doc("Tokens whose logits exist at a time", 1024, minimum=1)
+    log_probs_chunk_size: int = _doc("Tokens per chunk of logits", 1024, minimum=1)
     recompute_granularity: str = _doc("Recomputation in the backward pass", "full", choices=("full", "none"))
     recompute_method: str = _doc("Megatron's method of full recomputation", "uniform", choices=("uniform", "block"))
     recompute_num_layers: int = _doc("Layers per recomputed chunk", 1, minimum=1)
-    attention_chunk_tokens: int = _doc("Queries of a sequence whose attention scores exist at a time", 512, minimum=1)
+    attention_chunk_tokens: int = _doc("Queries of a sequence per chunk of attention scores", 512, minimum=1)
     sparse_attention: str = _doc(
-        "Kernel of attention to chosen keys on GPUs; auto: Megatron Core's that takes the shapes",
+        "Kernel of sparse attention on GPUs; auto: the kernel of Megatron Core that supports the shapes",
         "auto",
         choices=("auto", "tilelang", "cudnn", "masked"),
     )
     optimizer_cpu_offload: bool = _doc("Keep optimizer state in host memory", False)
-    deepep: bool = _doc("DeepEP dispatches tokens to experts (CUDA only)", True)
+    deepep: bool = _doc("Dispatch tokens to experts with DeepEP (CUDA only)", True)
     save_interval: int = _doc("Steps between checkpoints", 20, minimum=1)
-    keep_checkpoints: int = _doc("Newest checkpoints kept", 2, minimum=1)
+    keep_checkpoints: int = _doc("Number of newest checkpoints to keep", 2, minimum=1)
     mismatch_interval: int = _doc(
-        "Steps between those that compare trainer and engine on the very weights served, and two passes of the trainer "
-        "on the same weights; the first and the last step do; 0: never",
+        "Steps between comparisons of trainer and engine on the served weights, and of two trainer "
+        "passes on the same weights; the first and the last step always compare; 0: never",
         20,
         minimum=0,
     )
@@ -259,47 +276,53 @@ class Convert:
 
 @dataclass(frozen=True)
 class Site:
-    """What belongs to a cluster. A capacity is checked against the plan's need when it is declared; 0: not declared."""
+    """A cluster. A declared capacity is checked against the plan; 0: not declared."""
 
     name: str = _doc("Name; the file `config/sites/{name}.yaml`")
-    store: str = _doc("Checkpoints that do not depend on a run; may be shared by a group", "resources")
-    store_group: str = _doc("Group whose members share the store and may write to it; empty: the user alone", "")
-    unused_days: int = _doc("`snakemake gc` frees nothing of the store that was used this recently", 14, minimum=0)
-    results: str = _doc("Runs", "results")
+    store: str = _doc("Folder of the artefacts that do not depend on a run; a group may share it", "resources")
+    store_group: str = _doc("Group whose members share the store and may write to it; empty: only the user", "")
+    unused_days: int = _doc("`snakemake gc` keeps what was used in this many days", 14, minimum=0)
+    results: str = _doc("Folder of the runs", "results")
     node_local: str = _doc("Folder on each node's own disk", "node_local")
-    node_names: list[str] = _doc("Nodes to stage to, in the order of their ranks; empty: the job does it", [])
-    launcher: str = _doc("Who starts processes on the nodes", "local", choices=("local", "slurm", "kubernetes"))
-    network_interface: str = _doc("Interface that joins nodes (`ib0`, `eth0`); empty: that of a node's own name", "")
+    node_names: list[str] = _doc(
+        "Nodes to stage to, in the order of their ranks; empty: the job stages to its own nodes", []
+    )
+    launcher: str = _doc("Launcher of processes on the nodes", "local", choices=("local", "slurm", "kubernetes"))
+    network_interface: str = _doc(
+        "Network interface between nodes (`ib0`, `eth0`); empty: that of a node's own name", ""
+    )
     trainer_environment: list[str] = _doc(
-        "NAME=value for every trainer rank: NCCL, NVSHMEM, UCX and the like. What a shell exports reaches ranks and "
-        "engines, too, but for settings of torch's allocator (PYTORCH_CUDA_ALLOC_CONF): these count here alone",
+        "Environment of every trainer rank, NAME=value: NCCL, NVSHMEM, UCX and the like. Exported "
+        "variables of the shell also reach ranks and engines, except settings of torch's allocator "
+        "(PYTORCH_CUDA_ALLOC_CONF), which must be set here",
         [],
     )
-    engine_environment: list[str] = _doc("NAME=value for every engine; the same", [])
+    engine_environment: list[str] = _doc("Environment of every engine, NAME=value, under the same rules", [])
     end_command: list[str] = _doc(
-        "Words of a command that the driver runs when what it was asked to make is made, or has failed: a message to "
-        "you. POSTTRAIN_RUN, POSTTRAIN_STATE (ended, failed, interrupted) and POSTTRAIN_MESSAGE are in its environment",
+        "Words of a command that the driver runs at its end, for example to send you a message; its "
+        "environment has POSTTRAIN_RUN, POSTTRAIN_STATE (ended, failed, interrupted) and "
+        "POSTTRAIN_MESSAGE",
         [],
     )
     slurm: Slurm = field(default_factory=Slurm, metadata={"doc": "What jobs ask SLURM for (launcher: slurm)"})
     container: Container = field(default_factory=Container, metadata={"doc": "Image behind srun"})
     kubernetes: Kubernetes = field(default_factory=Kubernetes, metadata={"doc": "What pods get"})
-    shared_disk_gb: float = _doc("Shared storage for `store` and `results` together", 0.0, minimum=0)
-    local_disk_gb: float = _doc("Each node's own disk", 0.0, minimum=0)
+    shared_disk_gb: float = _doc("Capacity of the shared storage for `store` and `results` together", 0.0, minimum=0)
+    local_disk_gb: float = _doc("Capacity of each node's own disk", 0.0, minimum=0)
     host_memory_gib: float = _doc("Host memory of each node", 0.0, minimum=0)
     price_per_gpu_hour: float = _doc(
-        "Price of a GPU for an hour, from which plan and report tell costs; 0: not told", 0.0, minimum=0
+        "Price of a GPU per hour, for costs in plan and report; 0: no costs", 0.0, minimum=0
     )
     currency: str = _doc("Currency of that price, as it is printed: `EUR`", "")
 
 
 @dataclass(frozen=True)
 class Logging:
-    """Where metrics go besides `metrics.jsonl`."""
+    """Metric sinks besides `metrics.jsonl`."""
 
     wandb: bool = _doc("Write a W&B run", True)
     wandb_mode: str = _doc(
-        "online needs `wandb login`, or WANDB_API_KEY in the environment", "offline", choices=("offline", "online")
+        "online requires `wandb login`, or WANDB_API_KEY in the environment", "offline", choices=("offline", "online")
     )
     wandb_project: str = _doc("W&B project", "posttrain")
     wandb_entity: str = _doc("W&B team or user; empty: yours", "")

@@ -9,25 +9,26 @@ from posttrain.document import _doc
 
 @dataclass(frozen=True)
 class Stage:
-    """The copy of the weights on each node's own disk."""
+    """Copies of the weights on each node's own disk."""
 
     copy: str = _doc(
-        "What is copied: nothing (ranks and engines read the shared file system), slices (the files that the node's "
-        "own ranks and engines need; the others become links), or everything",
+        "What is copied: nothing (ranks and engines read the shared file system), slices (the files that "
+        "the node's ranks and engines need; the others become links), or everything",
         "everything",
         choices=("nothing", "slices", "everything"),
     )
     broadcast: str = _doc(
-        "none: each node reads all it needs from the shared file system; bittorrent: each file is read from there "
-        "once, and the nodes pass it on to one another",
+        "none: each node reads everything it needs from the shared file system; bittorrent: each file is "
+        "read from there once and passed on between nodes",
         "none",
         choices=("none", "bittorrent"),
     )
     evict: str = _doc(
-        "Which old copies of ours make room, never one in use: never; oldest (the longest unused ones, when a disk is "
-        "too full); unused (all unused for stage.evict_unused_days, at every staging)",
+        "Which unused old copies are deleted to free space: never; oldest (the longest unused, if a disk "
+        "is too full); unused (all unused for stage.evict_unused_days, at every staging). Copies in use "
+        "are never deleted",
         "never",
         choices=("never", "oldest", "unused"),
     )
     evict_unused_days: float = _doc("Days without use, for evict=unused", 30.0, exclusive_minimum=0)
-    workers: int = _doc("Files that a node handles at a time", 8, minimum=1)
+    workers: int = _doc("Files that a node copies at a time", 8, minimum=1)

@@ -13,10 +13,10 @@ _OF_REWARDS = {"training.objective": ("rl",)}
 
 @dataclass(frozen=True)
 class Algorithm:
-    """How the policy learns from rewards: five parts that any value of the others goes with."""
+    """How the policy learns from rewards: five parts that can be combined freely."""
 
     preset: str = _doc(
-        "Line of `config/algorithms.yaml`: what it says stands between `base.yaml` and the model's file",
+        "Line of `config/algorithms.yaml`, a layer between `base.yaml` and the model's file",
         unnamed=ANY,
         used_by=_OF_REWARDS,
     )
@@ -28,28 +28,28 @@ class Algorithm:
         used_by=_OF_REWARDS | {"algorithm.advantage_estimator": ("grpo",)},
     )
     ratio_level: str = _doc(
-        "What has one importance ratio: each token, a sequence (the product of its tokens' ratios), or a sequence by "
-        "their geometric mean (GSPO)",
+        "Unit of the importance ratio: a token, a sequence (the product of its tokens' ratios), or a "
+        "sequence by the geometric mean of its ratios (GSPO)",
         choices=part_names("level"),
         unnamed="token",
         used_by=_OF_REWARDS,
     )
     old_logprobs: str = _doc(
-        "What the importance ratio compares with: log-probabilities of the trainer before the first update, or those "
-        "that the engine reported when it sampled",
+        "Denominator of the importance ratio: log-probabilities of the trainer before the first update, "
+        "or those that the engine reported when it sampled",
         choices=("trainer", "engine"),
         unnamed="trainer",
         used_by=_OF_REWARDS,
     )
     clip: str = _doc(
-        "How the importance ratio is bounded", choices=part_names("clip"), unnamed="decoupled", used_by=_OF_REWARDS
+        "How the importance ratio is clipped", choices=part_names("clip"), unnamed="decoupled", used_by=_OF_REWARDS
     )
     clip_ratio_low: float = _doc(
         "The importance ratio is clipped below 1 - this", minimum=0, maximum=1, used_by=_OF_REWARDS
     )
     clip_ratio_high: float = _doc("The importance ratio is clipped above 1 + this", minimum=0, used_by=_OF_REWARDS)
     clip_ratio_dual: float = _doc(
-        "Where the advantage is negative, a ratio above this counts as this",
+        "Upper bound of the ratio for negative advantages",
         exclusive_minimum=1,
         unnamed=3.0,
         used_by=_OF_REWARDS | {"algorithm.clip": ("dual",)},
@@ -62,37 +62,36 @@ class Algorithm:
         used_by=_OF_REWARDS,
     )
     correction_level: str = _doc(
-        "What has one factor of the correction",
+        "Unit of a correction factor",
         choices=part_names("level"),
         unnamed="token",
         used_by=_OF_REWARDS | {"algorithm.correction": ("mask", "truncate")},
     )
     correction_low: float = _doc(
-        "A smaller factor of the correction becomes 0",
+        "Smaller correction factors are set to 0",
         minimum=0,
         unnamed=0.0,
         used_by=_OF_REWARDS | {"algorithm.correction": ("mask",)},
     )
     correction_high: float = _doc(
-        "Largest factor of the correction",
+        "Largest correction factor",
         exclusive_minimum=0,
         unnamed=2.0,
         used_by=_OF_REWARDS | {"algorithm.correction": ("mask", "truncate")},
     )
     routing_replay: bool = _doc(
-        "Tokens go to the experts that the engine has chosen for them, in every pass of the trainer (R3)",
+        "Route each token to the experts that the engine chose for it, in every pass of the trainer (R3)",
         unnamed=False,
         used_by=_OF_REWARDS,
     )
     zero_advantages: str = _doc(
-        "An update whose advantages are all zero is counted and leaves the weights alone (skip), or lets momentum and "
-        "weight decay move them (update)",
+        "An update whose advantages are all zero: skip (count it and keep the weights), or update "
+        "(momentum and weight decay still change them)",
         choices=("skip", "update"),
         unnamed="update",
         used_by=_OF_REWARDS,
     )
     non_finite: str = _doc(
-        "A non-finite loss or gradient norm ends the run (abort) or is counted and leaves the "
-        "weights alone (skip_step)",
+        "A non-finite loss or gradient norm: abort the run, or skip_step (count it and keep the weights)",
         choices=("abort", "skip_step"),
     )
