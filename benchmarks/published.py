@@ -33,8 +33,15 @@ from benchmarks.claims import start
 from posttrain.config.schema import Architecture, Hardware
 from posttrain.plan.resolve import resolve
 from posttrain.plan.timing.decoding import DecodingGpus, decode_step_seconds, prefill_seconds
+from posttrain.plan.timing.rollout_of_step import (
+    Workload,
+    rollout_of,
+)
 from posttrain.plan.timing.serving_load import published_rows
-from posttrain.plan.timing.step_time import Workload, logprob_seconds, rollout_of, train_seconds
+from posttrain.plan.timing.step_time import (
+    logprob_seconds,
+    train_seconds,
+)
 from posttrain.plan.timing.update_time import Trainer
 
 PRIME_RL, NEMO_RL, VLLM = "prime-rl v0.6.0", "NVIDIA-NeMo/RL", "vLLM on 8 B200"

@@ -28,7 +28,12 @@ from posttrain.plan.sizing.engine import engine_memory
 from posttrain.plan.sizing.layout import assess_layout
 from posttrain.plan.sizing.memory_phases import capacity_gib, phase_memory
 from posttrain.plan.timing.duration import Bandwidths
-from posttrain.plan.timing.step_time import step_durations, workload
+from posttrain.plan.timing.rollout_of_step import (
+    workload,
+)
+from posttrain.plan.timing.step_time import (
+    step_durations,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG_DIR = ROOT / "config"
@@ -266,6 +271,7 @@ def figures(config):
         "new weights to the engines": f"{seconds['step_weight_sync']:.0f} s",
         "a checkpoint, during a rollout": f"{seconds['step_save']:.0f} s",
         "step": f"{seconds['step']:.0f} s",
+        "GPU time that is idle": f"{seconds['step_idle'] / seconds['step']:.0%}",
         "of which rollout": f"{seconds['step_rollout'] / seconds['step']:.0%}",
         "trained tokens per second": f"{tokens / seconds['step']:,.0f}",
     }

@@ -9,20 +9,22 @@ from posttrain.plan.sizing.flops import sequence_flops
 from posttrain.plan.timing import rates
 from posttrain.plan.timing.decoding import DecodingGpus, decode_step_seconds, rollout_time
 from posttrain.plan.timing.rates import COMPUTE_SHARE
-from posttrain.plan.timing.step_time import (
-    best_split,
+from posttrain.plan.timing.rollout_of_step import (
     engine_of,
     evaluation_seconds,
     evaluation_share,
-    optimizer_seconds,
     rollout_of,
+    workload,
+)
+from posttrain.plan.timing.step_time import (
+    best_split,
+    optimizer_seconds,
     step_durations,
     sync_seconds,
     train_seconds,
     trainer_of,
     update_causes,
     update_mfu,
-    workload,
 )
 
 SHARED_STORAGE = 20e9

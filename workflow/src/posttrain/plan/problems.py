@@ -40,9 +40,11 @@ from posttrain.plan.sizing.storage import storage
 from posttrain.plan.sizing.tiny_model import check_made
 from posttrain.plan.sizing.untracked_memory import uncertainty_gib, untracked_terms
 from posttrain.plan.timing.duration import Bandwidths
-from posttrain.plan.timing.step_time import (
+from posttrain.plan.timing.rollout_of_step import (
     evaluation_interval,
     evaluation_share,
+)
+from posttrain.plan.timing.step_time import (
     step_durations,
     step_with_save_seconds,
     sync_seconds,

@@ -154,7 +154,8 @@ def _step(step: Mapping[str, Any]) -> Table:
     )
     most = ", ".join(f"{row['cause']} {format_percent(row['share'], 0)}" for row in step["causes"][:3])
     reached = f"training reaches {format_percent(step['mfu'])} of the peak ({most})"
-    title = f"a step takes {format_seconds(step['seconds'])}; {reached}"
+    idle = f"an average GPU waits for {format_percent(step['idle_share'])} of it"
+    title = f"a step takes {format_seconds(step['seconds'])}; {idle}; {reached}"
     return _table(("phase", ">once", ">per step", ">share", ""), rows, title)
 
 

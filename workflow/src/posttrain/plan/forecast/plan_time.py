@@ -10,16 +10,19 @@ from typing import Any
 
 from posttrain.config.derived import prefill_gpus, uses_engines
 from posttrain.config.schema import Config
+from posttrain.plan.timing.idle_time import NOTES, job_gpus
 from posttrain.plan.timing.rates import TOLERANCE
+from posttrain.plan.timing.rollout_of_step import (
+    Workload,
+    evaluation_share,
+    workload,
+)
 from posttrain.plan.timing.step_time import (
     IN_EVERY_STEP,
-    Workload,
     best_split,
-    evaluation_share,
-    rollout_of_step,
+    idle_of_step,
     update_causes,
     update_mfu,
-    workload,
 )
 
 
@@ -33,8 +36,10 @@ def step_part(config: Config, seconds: Mapping[str, float]) -> dict[str, Any] | 
     Returns:
         "seconds" of a step, "tolerance" of the model, and "phases": rows with "phase", "once" (seconds each time it
         happens), "per_step" (seconds; None for what is not part of a step), "share" of the step and "note". The rows
-        of the step add up to it; "waiting" has rows that are part of those. "causes" tells what training's seconds are
-        spent on, the longest first, with "share" of training, and "mfu" which share of the GPUs' peak it reaches.
+        of the step add up to it; "waiting" has rows that are part of those, averaged over all GPUs of the job, with
+        "gpu_seconds", and "idle_share" is their sum as a share of the job's GPU time. "causes" tells what training's
+        seconds are spent on, the longest first, with "share" of training, and "mfu" which share of the GPUs' peak it
+        reaches.
     """
     if "step" not in seconds:
         return None
@@ -51,21 +56,22 @@ def step_part(config: Config, seconds: Mapping[str, float]) -> dict[str, Any] | 
     if (measured := seconds.get("step_evaluation")) is not None:
         share = evaluation_share(step, measured, config.evaluation.interval)
         rows.append(_row("evaluation between steps", measured, None, step, f"{notes['between']}: {share:.1%}"))
-    rollout = rollout_of_step(config, work)
-    tail = rollout.seconds * (1 - rollout.busy_share)
-    bubble = max(seconds["step_idle"] - tail, 0.0)
-    waiting = [
-        _row("idle: longest sample", tail, tail, step, "responses that have ended wait for it"),
-        _row("idle: pipeline", bubble, bubble, step, "stages that wait while it fills and drains"),
-    ]
+    idle, gpus = idle_of_step(config, wait), job_gpus(config)
     return {
         "seconds": step,
         "phases": rows,
-        "waiting": waiting,
+        "waiting": [_idle_row(cause, gpu_seconds, gpus, step) for cause, gpu_seconds in idle.items()],
+        "idle_share": round(sum(idle.values()) / (gpus * step), 4),
         "tolerance": TOLERANCE,
         "mfu": round(update_mfu(config), 4),
         "causes": _causes(update_causes(config)),
     }
+
+
+def _idle_row(cause: str, gpu_seconds: float, gpus: int, step: float) -> dict[str, Any]:
+    mean = gpu_seconds / gpus
+    row = _row(f"idle: {cause}", mean, mean, step, f"{NOTES[cause]}: {gpu_seconds:,.0f} GPU-seconds")
+    return row | {"gpu_seconds": round(gpu_seconds, 1)}
 
 
 def _causes(seconds: Mapping[str, float]) -> list[dict[str, Any]]:

@@ -106,11 +106,13 @@ class RolloutTime:
 
     Args:
         seconds: From the first prompt to the end of the longest response.
-        busy_share: Requests that run, as a share of those that started, averaged over that time.
+        busy_share: Requests that run, as a share of those that started, averaged over the time of decoding.
+        prefill_seconds: Of these seconds, those before the first token.
     """
 
     seconds: float
     busy_share: float
+    prefill_seconds: float = 0.0
 
 
 def rollout_time(
@@ -135,7 +137,8 @@ def rollout_time(
         step = _step_seconds(engine, others, experts, max(num_requests * running, 1.0), context)
         total += step * longest_response / SLICES
         weighted += running * step * longest_response / SLICES
-    return RolloutTime(total + prefill_seconds(engine, num_requests, prompt_tokens), weighted / total)
+    prefill = prefill_seconds(engine, num_requests, prompt_tokens)
+    return RolloutTime(total + prefill, weighted / total, prefill)
 
 
 def _step_seconds(engine: DecodingGpus, others: float, experts: float, num_requests: float, context: float) -> float:

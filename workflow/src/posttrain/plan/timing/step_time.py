@@ -10,7 +10,7 @@
                    step's rollout, so that a step waits only for what is longer
     evaluation     held-out prompts and suites: on one node before and after the run; with `evaluation.interval` on the
                    engines of training, too
-    idle           of the above: seconds in which a GPU waits for the longest response or for the pipeline
+    idle           of the above: seconds in which an average GPU waits (`idle_time`)
 
 Sources: constants in `rates` and `attainable`. Only for GPUs: none of them was measured elsewhere.
 """
@@ -27,15 +27,12 @@ from posttrain.config.derived import (
     layers_per_stage,
     num_updates_per_step,
     prefill_gpus,
-    rollout_samples_per_step,
     trainer_nodes,
     uses_engines,
     weight_transport,
     world_size,
 )
 from posttrain.config.schema import Config, Parallel
-from posttrain.config.suites import eval_tasks_of
-from posttrain.plan.flags.sglang_flags import has_dp_attention
 from posttrain.plan.flags.sparse_kernels import CUDNN, TILELANG, sparse_kernel
 from posttrain.plan.sizing.engine import engine_memory
 from posttrain.plan.sizing.evaluation import evaluation_nodes, serving_config
@@ -43,17 +40,23 @@ from posttrain.plan.sizing.memory import BYTES, GIB
 from posttrain.plan.sizing.model_size import count_parameters, model_weights
 from posttrain.plan.sizing.storage import storage
 from posttrain.plan.timing import attainable
-from posttrain.plan.timing.decoding import DecodingGpus, RolloutTime, rollout_time
+from posttrain.plan.timing.idle_time import StepTimes, idle_gpu_seconds, job_gpus
 from posttrain.plan.timing.rates import (
     BASE64,
     HOST_OPTIMIZER_BYTES_PER_SECOND,
     JSON_BYTES_PER_SECOND,
-    MEAN_RESPONSE_SHARE,
     MEMORY_SHARE,
-    PROMPT_TOKENS,
     QUANTISED_BYTES_PER_SECOND,
     SHARD_BYTES_PER_SECOND,
     SHARD_LINK_SHARE,
+)
+from posttrain.plan.timing.rollout_of_step import (
+    Workload,
+    engine_of,
+    evaluation_seconds,
+    rollout_of,
+    rollout_of_step,
+    workload,
 )
 from posttrain.plan.timing.update_time import Trainer, forward_causes, mfu, train_causes
 
@@ -72,28 +75,6 @@ NOT_MODELLED = (
 SPARSE_KERNELS = {TILELANG: "tilelang", CUDNN: "sparse"}
 
 IN_EVERY_STEP = ("rollout", "old_logprobs", "train", "weight_sync")
-
-
-@dataclass(frozen=True)
-class Workload:
-    """The tokens of a training step.
-
-    Args:
-        num_samples: Samples per step.
-        prompt_tokens: Tokens of a prompt.
-        longest_response: Tokens of the longest response.
-        mean_share: Mean length of a response as a share of the longest.
-    """
-
-    num_samples: int
-    prompt_tokens: float
-    longest_response: float
-    mean_share: float
-
-    @property
-    def mean_tokens(self) -> float:
-        """Tokens of an average sample."""
-        return self.prompt_tokens + self.mean_share * self.longest_response
 
 
 @dataclass(frozen=True)
@@ -148,24 +129,20 @@ def _share_of_old_pass(config: Config) -> float:
     return 1 - 1 / num_updates_per_step(config) if from_trainer else 0.0
 
 
-def rollout_of(engine: DecodingGpus, num_engines: float, work: Workload) -> RolloutTime:
-    """Return how long equal engines take for a step's samples."""
-    requests = work.num_samples / num_engines
-    return rollout_time(engine, requests, work.prompt_tokens, work.longest_response, work.mean_share)
+def idle_of_step(config: Config, checkpoint_wait: float) -> dict[str, float]:
+    """Return cause -> GPU-seconds of a step in which GPUs wait.
 
-
-def rollout_of_step(config: Config, work: Workload) -> RolloutTime:
-    """Return how long a step's rollout takes; responses that are given take no time."""
-    if not uses_engines(config):
-        return RolloutTime(0.0, 1.0)
-    return rollout_of(engine_of(config), config.engine.num_engines, work)
-
-
-def workload(config: Config) -> Workload:
-    """Return the tokens of a configuration's step; the mean length is an assumption, see `rates`."""
-    return Workload(
-        rollout_samples_per_step(config), PROMPT_TOKENS, config.rollout.max_response_tokens, MEAN_RESPONSE_SHARE
-    )
+    Args:
+        config: The resolved configuration.
+        checkpoint_wait: Seconds per step in which all wait for a checkpoint.
+    """
+    work, share = workload(config), _share_of_old_pass(config)
+    train = update_causes(config)
+    old = forward_causes(trainer_of(config), work.num_samples, work.mean_tokens)
+    training = sum(train.values()) + share * sum(old.values())
+    pipeline = train.get("pipeline idle", 0.0) + share * old.get("pipeline idle", 0.0)
+    times = StepTimes(rollout_of_step(config, work), training, pipeline, checkpoint_wait)
+    return idle_gpu_seconds(config, times)
 
 
 def step_with_save_seconds(config: Config, shared_storage: float) -> float:
@@ -183,23 +160,23 @@ def step_durations(config: Config, shared_storage: float) -> dict[str, float]:
 
     Returns:
         Nothing for a machine without GPUs. `step_save` is one checkpoint; `step` holds its share of the wait for one,
-        and only after the last step it is waited for in full. `step_idle` is part of the other phases.
+        and only after the last step it is waited for in full. `step_idle` is part of the other phases, averaged
+        over all GPUs of the job.
     """
     if config.hardware.device == "cpu":
         return {}
     work, trainer = workload(config), trainer_of(config)
     rollout = rollout_of_step(config, work)
-    causes = update_causes(config)
     phases = {
         "rollout": rollout.seconds,
         "old_logprobs": _share_of_old_pass(config) * logprob_seconds(trainer, work),
-        "train": sum(causes.values()),
+        "train": sum(update_causes(config).values()),
         "weight_sync": sync_seconds(config, shared_storage) if uses_engines(config) else 0.0,
         "save": storage(config).training_checkpoint / shared_storage,
     }
-    phases["idle"] = rollout.seconds * (1 - rollout.busy_share) + causes.get("pipeline idle", 0.0)
-    wait = max(phases["save"] - rollout.seconds, 0.0)
-    step = sum(phases[name] for name in IN_EVERY_STEP) + wait / config.trainer.save_interval
+    wait = max(phases["save"] - rollout.seconds, 0.0) / config.trainer.save_interval
+    phases["idle"] = sum(idle_of_step(config, wait).values()) / job_gpus(config)
+    step = sum(phases[name] for name in IN_EVERY_STEP) + wait
     seconds = {"step": step, **{f"step_{name}": value for name, value in phases.items()}}
     total = config.training.num_steps * step + phases["save"]
     if config.evaluation.interval:
@@ -239,24 +216,6 @@ def _trainer(config: Config, num_gpus: int, stages: tuple[int, ...], parallel: P
     return dataclasses.replace(trainer, num_micro_batches=micro_batches)
 
 
-def engine_of(config: Config, num_engines: int | None = None) -> DecodingGpus:
-    """Return an engine of a configuration, one that decodes where engines differ.
-
-    Args:
-        config: The resolved configuration.
-        num_engines: How many share the engines that only prefill; by default the configuration's.
-    """
-    full = "fp32" if config.engine.dtype == "float32" else "bf16"
-    return DecodingGpus(
-        arch=config.model.architecture,
-        hardware=config.hardware,
-        num_gpus=config.engine.gpus_per_engine,
-        stored="fp8" if config.rollout.fp8 else full,
-        dp_attention=has_dp_attention(config),
-        prefill_gpus=prefill_gpus(config) / (num_engines or config.engine.num_engines) or None,
-    )
-
-
 def optimizer_seconds(config: Config) -> float:
     """Return the time of one update: gradients and state are read, state and weights written."""
     cost, parameters = BYTES[config.trainer.params_dtype], count_parameters(model_weights(config.model.architecture))
@@ -289,41 +248,6 @@ def sync_seconds(config: Config, shared_storage: float) -> float:
     if weight_transport(config) == "disk":  # written by rank 0, then read by every engine
         return size * (1 + config.engine.num_engines) / shared_storage
     return size * BASE64 * engine_gpus(config) / JSON_BYTES_PER_SECOND
-
-
-def evaluation_seconds(config: Config) -> float:
-    """Return the time in which a configuration's engines answer the held-out prompts and the suites, one by one.
-
-    A suite that does not say how many prompts it has takes no time here.
-    """
-    total = 0.0
-    for name, eval_task in eval_tasks_of(config).items():
-        suite = config.evaluation.suites.get(name)
-        prompts = suite.num_prompts if suite else eval_task.data.num_heldout_prompts
-        samples = prompts * eval_task.evaluation.num_samples_per_prompt
-        if samples:
-            work = Workload(samples, PROMPT_TOKENS, eval_task.rollout.max_response_tokens, MEAN_RESPONSE_SHARE)
-            total += rollout_of(engine_of(config), config.engine.num_engines, work).seconds
-    return total
-
-
-def evaluation_share(step_seconds: float, seconds: float, interval: int) -> float:
-    """Return the share of training's time, and so of its GPU-hours, that evaluations between steps take.
-
-    Args:
-        step_seconds: Of a step.
-        seconds: Of an evaluation.
-        interval: Steps between two.
-
-    Example:
-        300 s after each 10 steps of 600 s: 300 / 6300 = 0.048.
-    """
-    return seconds / (interval * step_seconds + seconds)
-
-
-def evaluation_interval(step_seconds: float, seconds: float, max_share: float) -> int:
-    """Return the smallest interval with which evaluations take at most a share of training's time."""
-    return max(math.ceil(seconds * (1 - max_share) / (max_share * step_seconds)), 1)
 
 
 def best_split(config: Config, fits: Callable[[int], bool] | None = None) -> Split | None:
