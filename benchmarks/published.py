@@ -45,7 +45,7 @@ from posttrain.plan.timing.step_time import (
 from posttrain.plan.timing.update_time import Trainer
 
 PRIME_RL, NEMO_RL, VLLM = "prime-rl v0.6.0", "NVIDIA-NeMo/RL", "vLLM on 8 B200"
-TOOLS = "tools, and the prefill of what they return: a rollout of this task decodes a third of its time"
+TOOLS = "tools, and the prefill of what they return: a rollout of this task decodes two fifths of its time"
 OF_H100 = (
     "what a GB200 attains of its peaks, and how fast its host starts kernels: taken is an H100's; why 128 took "
     "longer than 64"

@@ -42,12 +42,8 @@ from posttrain.config.schema import Config
 from posttrain.plan.resolve import resolve
 from posttrain.plan.timing.decoding import decode_step_seconds, prefill_seconds
 from posttrain.plan.timing.rates import PROMPT_TOKENS, TOLERANCE
-from posttrain.plan.timing.rollout_of_step import (
-    engine_of,
-)
-from posttrain.plan.timing.step_time import (
-    sync_seconds,
-)
+from posttrain.plan.timing.rollout_of_step import engine_of
+from posttrain.plan.timing.step_time import sync_seconds
 from posttrain.rl.weight_sync.publish import served_format
 from posttrain_weights import digest_triton
 from posttrain_weights.box import Box, whole_box

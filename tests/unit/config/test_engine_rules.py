@@ -28,7 +28,7 @@ VIOLATIONS = (
     ("glm5", "engine.mtp_steps=3 model.architecture.num_nextn_predict_layers=0", "engine.mtp_steps"),
     ("glm5", "engine.mtp_steps=3 hardware.kernels.speculative=false", "engine.mtp_steps"),
     ("tiny", "engine.mtp_steps=3", "engine.mtp_steps"),
-    ("glm5", "engine.mtp_steps=3 algorithm.routing_replay=true", "algorithm.routing_replay"),
+    ("glm5", "engine.mtp_steps=3 engine.deepep=false algorithm.routing_replay=true", "algorithm.routing_replay"),
     ("tiny_qwen3", "algorithm.routing_replay=true", "algorithm.routing_replay"),
     ("glm5", "engine.deterministic=true", "engine.deterministic"),
     ("tiny", "engine.weight_transport=sharded", "engine.weight_transport"),
@@ -73,6 +73,12 @@ def test_every_rule_is_broken_once(monkeypatch):
 
 def test_the_largest_drafts_that_deepep_takes_are_allowed():
     merge({"model": "glm5", "site": "local", "set": "engine.mtp_steps=3 engine.graph_batch_size=256"}, CONFIG_DIR)
+
+
+def test_routes_of_drafted_tokens_are_replayed_where_sglang_tells_them_apart():
+    for words in ("", " engine.deepep=false engine.dp_attention=false"):
+        settings = f"engine.mtp_steps=3 algorithm.routing_replay=true{words}"
+        merge({"model": "glm5", "site": "local", "set": settings}, CONFIG_DIR)
 
 
 def test_changes_alone_may_go_to_engines_that_keep_their_weights():

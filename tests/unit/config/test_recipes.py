@@ -22,18 +22,15 @@ from posttrain.config.request import WORKFLOW_KEYS
 from posttrain.config.schema import Parallel
 from posttrain.errors import ConfigError
 from posttrain.plan.flags.sglang_flags import DECODE, PREFILL, UNIFIED, environment_flags, sglang_flags
+from posttrain.plan.forecast.plan_speculation import speculation_part
 from posttrain.plan.problems import find_problems
 from posttrain.plan.resolve import resolve
 from posttrain.plan.sizing.engine import engine_memory
 from posttrain.plan.sizing.layout import assess_layout
 from posttrain.plan.sizing.memory_phases import capacity_gib, phase_memory
 from posttrain.plan.timing.duration import Bandwidths
-from posttrain.plan.timing.rollout_of_step import (
-    workload,
-)
-from posttrain.plan.timing.step_time import (
-    step_durations,
-)
+from posttrain.plan.timing.rollout_of_step import workload
+from posttrain.plan.timing.step_time import step_durations
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG_DIR = ROOT / "config"
@@ -271,6 +268,7 @@ def figures(config):
         "new weights to the engines": f"{seconds['step_weight_sync']:.0f} s",
         "a checkpoint, during a rollout": f"{seconds['step_save']:.0f} s",
         "step": f"{seconds['step']:.0f} s",
+        "step with speculation": f"{speculation_part(config, Bandwidths().shared_storage)['with']['step']:.0f} s",
         "GPU time that is idle": f"{seconds['step_idle'] / seconds['step']:.0%}",
         "of which rollout": f"{seconds['step_rollout'] / seconds['step']:.0%}",
         "trained tokens per second": f"{tokens / seconds['step']:,.0f}",

@@ -57,11 +57,13 @@ def test_a_decode_step_by_hand(resolved):
 def test_more_requests_read_more_experts_until_all_are_read(glm5):
     engine = engine_of(glm5)
     assert engine.num_gpus == 64
-    one, few, many = (decode_step_seconds(engine, count, 0) for count in (1, 8, 10_000))
+    one, few, many = (decode_step_seconds(engine, count, 0) for count in (1, 8, 1_000))
     assert one < few < many
     others, experts = engine.weights_bytes()
     all_read = (others + experts) / (glm5.hardware.hbm_gb_per_s * 1e9 * rates.MEMORY_SHARE)
-    assert many == pytest.approx(78 * rates.LAYER_SECONDS + all_read, rel=1e-6)
+    # 8 copies of a token, FP8 there and BF16 back, at 44 GB/s in the 75 layers that have experts.
+    dispatched = 75 * 1_000 / 64 * 8 * 6144 * 3 / 44e9
+    assert many == pytest.approx(78 * rates.LAYER_SECONDS + all_read + dispatched, rel=1e-6)
 
 
 def test_a_rollout_lasts_as_long_as_its_longest_response(glm5):

@@ -95,9 +95,14 @@ def _routing_replay(config: Config) -> Problems:
         return
     if not config.model.architecture.n_routed_experts:
         yield Problem(key, "true", "false for a model without experts", "leave it out")
-    if config.engine.mtp_steps:
-        allowed = "false with engine.mtp_steps: engines have not told where drafted tokens went"
-        yield Problem(key, "true", allowed, "leave speculation off, or let the trainer's routers choose")
+    engine = config.engine
+    uses_deepep = engine.deepep and config.hardware.deepep and config.rollout.fp8
+    if engine.mtp_steps and engine.dp_attention and not uses_deepep:
+        # SGLang 0.5.23, `get_dp_local_slice_cpu`: in a CUDA graph a rank's rows of the buffer of all ranks start at
+        # its number times the graph's requests, though a request has several tokens. With DeepEP they start at 0.
+        allowed = "false with engine.mtp_steps and data-parallel attention without DeepEP: SGLang mixes up tokens"
+        remedy = "engine.deepep=true with rollout.fp8, engine.dp_attention=false, or no speculation"
+        yield Problem(key, "true", allowed, remedy)
 
 
 def _disaggregation(config: Config) -> Problems:

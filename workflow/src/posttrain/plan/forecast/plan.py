@@ -24,6 +24,7 @@ from posttrain.config.site_rules import check_launcher
 from posttrain.plan.flags.rendered import rendered_flags
 from posttrain.plan.forecast import plan_goodput
 from posttrain.plan.forecast.plan_nodes import nodes_part, splits_part
+from posttrain.plan.forecast.plan_speculation import speculation_part
 from posttrain.plan.forecast.plan_time import step_part, why_no_split, why_no_step
 from posttrain.plan.job_needs import RuleNeeds, check_served
 from posttrain.plan.problems import find_problems, find_warnings
@@ -96,6 +97,7 @@ def build_plan(resolved: Resolved, jobs_at_once: int | None = None) -> dict[str,
         "jobs_at_once": jobs_at_once,
         "step": step_part(config, needs.seconds),
         "why_no_step": why_no_step(config),
+        "speculation": speculation_part(config, needs.rates.shared_storage),
         "goodput": plan_goodput.goodput_part(config, needed, needs.rates, needs.seconds),
         "assumptions": dataclasses.asdict(ASSUMPTIONS),
         "best_split": split_part(config),

@@ -28,7 +28,13 @@ def print_plan(plan: Mapping[str, Any]) -> None:
     """Print the plan's main numbers and the rules."""
     console = Console(width=WIDTH, highlight=False)
     parts: list[tuple[Callable[[Any], Table], Any]] = [(_numbers, plan), (_phases, plan), (_layouts, plan)]
-    parts += [(_step, plan["step"]), (_splits, plan["splits"] or None), (_failures, plan["goodput"]), (_rules, plan)]
+    parts += [
+        (_step, plan["step"]),
+        (_speculation, plan["speculation"]),
+        (_splits, plan["splits"] or None),
+        (_failures, plan["goodput"]),
+        (_rules, plan),
+    ]
     for draw, part in parts:
         if part is not None:
             console.print(draw(part), "")
@@ -157,6 +163,24 @@ def _step(step: Mapping[str, Any]) -> Table:
     idle = f"an average GPU waits for {format_percent(step['idle_share'])} of it"
     title = f"a step takes {format_seconds(step['seconds'])}; {idle}; {reached}"
     return _table(("phase", ">once", ">per step", ">share", ""), rows, title)
+
+
+def _speculation(speculation: Mapping[str, Any]) -> Table:
+    rows = [
+        (f"gain, {row['phase']}", f"{row['gain']:.2f}x", f"{row['requests']:,} of an engine, by the roofline alone")
+        for row in speculation["phases"]
+    ]
+    without, drafting = speculation["without"], speculation["with"]
+    limit = f"the rollout is counted at most {speculation['most_gain']:g} times as fast, as measured of RL steps"
+    rows += [
+        (name, f"{format_seconds(drafting[name])}", f"{format_seconds(without[name])} without; {limit}")
+        for name in ("rollout", "step")
+    ]
+    is_on = "on" if speculation["is_on"] else "off, as it would be"
+    title = (
+        f"speculation (engine.mtp_steps={speculation['drafts']}) is {is_on}: {speculation['accepted']} tokens a step"
+    )
+    return _table(("", ">", ""), rows, title)
 
 
 def _splits(splits: Sequence[Mapping[str, Any]]) -> Table:

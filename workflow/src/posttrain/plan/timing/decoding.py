@@ -1,37 +1,54 @@
-"""How long engines decode: bytes read from memory per step, and a time per layer that no byte explains.
+"""How long engines decode: bytes read from memory and sent to experts per step, and a time per layer beside them.
 
 For B requests of one engine of W GPUs at a context of c tokens, a decode step takes
 
-    layers t_layer + (weights + cache) / (memory bandwidth share)
+    layers (t_layer + t_dispatch) + max((weights + cache) / (memory bandwidth share), operations / rate of products)
 
-    weights   all but the experts (a copy per GPU, or 1 / W of what tensor parallelism cuts), and 1 / W of the experts
-              that any of the B tokens is sent to: E (1 - (1 - k / E)^B) of E on average with even routing
-    cache     of the requests on one GPU: B / W with data-parallel attention, else all B; sparse attention reads the
-              latents of min(c, K) tokens and the indexer's keys of all c
+    weights     all but the experts (a copy per GPU, or 1 / W of what tensor parallelism cuts), and 1 / W of the experts
+                that any of the B tokens is sent to: E (1 - (1 - k / E)^B) of E on average with even routing
+    cache       of the requests on one GPU: B / W with data-parallel attention, else all B; sparse attention reads the
+                latents of min(c, K) tokens and the indexer's keys of all c
+    t_dispatch  with data-parallel attention: k copies of each token to its experts in FP8 and back in BF16
+
+With speculation the model's MTP layer drafts n tokens and one step verifies them. It has n + 1 tokens per request: they
+reach more experts and send more copies, and each reads its own K latents, while weights and the indexer's keys are read
+once. Drafting takes n passes through one layer and the output matrix. Together they give 1 + a + ... + a^n tokens, a
+being the chance that a drafted token is accepted (`rates.DRAFT_ACCEPTANCE`). So speculation gains most where few
+requests run, and least where many do.
 
 All requests of a rollout start together, when their prompts are prefilled; where other engines prefill, the caches
 arrive in no time. Their lengths are spread so that a share (1 - x)^a of them is still running at a part x of the
 longest; a = (1 - mean) / mean, with the mean as a part of the longest, so that the last one ends at it.
 
-Sources: Pope et al., arXiv 2211.05102, section 2 (decoding is bound by reading weights and cache); the constants in
-`rates`.
+Sources: Pope et al., arXiv 2211.05102, section 2 (decoding is bound by reading weights and cache); Leviathan et al.,
+arXiv 2211.17192, section 3.1 (tokens per verification); the constants in `rates`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from posttrain.config.families import num_indexers
 from posttrain.config.schema import Architecture, Hardware
 from posttrain.plan.sizing.flops import sequence_flops
-from posttrain.plan.sizing.model_size import model_weights
-from posttrain.plan.timing.rates import COMPUTE_SHARE, LAYER_SECONDS, MEMORY_SHARE
+from posttrain.plan.sizing.model_size import Weight, model_weights
+from posttrain.plan.timing import attainable
+from posttrain.plan.timing.rates import (
+    COMPUTE_SHARE,
+    DRAFT_ACCEPTANCE,
+    LAYER_SECONDS,
+    MEMORY_SHARE,
+    MOST_SPECULATION_GAIN,
+)
 
 # A rollout is summed in so many stretches of its longest response; more change its time by less than a thousandth.
 SLICES = 32
 STORED_BYTES = {"bf16": 2, "fp32": 4}
 # An FP8 code, and one FP32 scale, of a key of the indexer.
 INDEXER_SCALE_BYTES = 4
+# Bytes of a hidden element on its way to an expert and back: FP8, then BF16 (deepseek-ai/DeepEP, README, "low-latency
+# kernels": EP64 sends 128 tokens to 8 experts in 173 us and back in 314 us, 42 and 47 GB/s of every copy).
+DISPATCHED_BYTES = 1 + 2
 
 
 @dataclass(frozen=True)
@@ -45,6 +62,7 @@ class DecodingGpus:
         stored: "nvfp4", "fp8", "bf16" or "fp32" weights.
         dp_attention: Each GPU attends for requests of its own.
         prefill_gpus: GPUs of other engines that prefill for this one; None: it prefills itself.
+        num_drafts: Tokens that the MTP layer drafts before each step; 0: no speculation.
     """
 
     arch: Architecture
@@ -53,22 +71,40 @@ class DecodingGpus:
     stored: str
     dp_attention: bool
     prefill_gpus: float | None = None
+    num_drafts: int = 0
 
     def weights_bytes(self) -> tuple[float, float]:
         """Return the bytes on one GPU: (all but the experts, the experts)."""
         others = experts = 0.0
         for weight in model_weights(self.arch):
-            size = weight.bytes_in(self.stored)
             if weight.split == "expert":
-                experts += size / self.num_gpus
-            elif weight.split == "tensor" and not self.dp_attention:
-                others += size / min(self.num_gpus, weight.max_shards or self.num_gpus)
-            elif weight.component != "embedding" or self.arch.tie_word_embeddings:
-                others += size
+                experts += weight.bytes_in(self.stored) / self.num_gpus
+            elif not (weight.component == "embedding" and self.dp_attention) or self.arch.tie_word_embeddings:
+                others += self._held_bytes(weight)
         return others, experts
 
-    def cache_bytes(self, context: float) -> float:
-        """Return the bytes that a GPU reads for one of its requests at a context of so many tokens."""
+    def draft_bytes(self) -> tuple[float, float]:
+        """Return the bytes on one GPU that a draft reads: (output matrix and a layer but its experts, its experts)."""
+        others, experts = self.weights_bytes()
+        name = "embedding" if self.arch.tie_word_embeddings else "lm_head"
+        output = sum(self._held_bytes(weight) for weight in model_weights(self.arch) if weight.component == name)
+        layers = self.arch.num_hidden_layers
+        return output + (others - output) / layers, experts / (layers - self.arch.first_k_dense_replace)
+
+    def _held_bytes(self, weight: Weight) -> float:
+        """Return the bytes on one GPU of a weight outside of the experts."""
+        size = weight.bytes_in(self.stored)
+        if weight.split == "tensor" and not self.dp_attention:
+            return size / min(self.num_gpus, weight.max_shards or self.num_gpus)
+        return size
+
+    def cache_bytes(self, context: float, num_queries: int = 1) -> float:
+        """Return the bytes that a GPU reads for one of its requests at a context of so many tokens.
+
+        Args:
+            context: Tokens of prompt and response so far.
+            num_queries: Tokens of the request in this step: each reads the latents that the indexer chooses for it.
+        """
         arch = self.arch
         if not arch.kv_lora_rank:
             heads = arch.num_key_value_heads
@@ -78,19 +114,41 @@ class DecodingGpus:
         if not arch.index_n_heads:
             return arch.num_hidden_layers * context * latent
         keys = context * (arch.index_head_dim + INDEXER_SCALE_BYTES)
-        return arch.num_hidden_layers * min(context, arch.index_topk) * latent + num_indexers(arch) * keys
+        chosen = num_queries * min(context, arch.index_topk) * latent
+        return arch.num_hidden_layers * chosen + num_indexers(arch) * keys
 
 
 def decode_step_seconds(engine: DecodingGpus, num_requests: float, context: float) -> float:
-    """Return the time of one decode step, which gives each request one token.
+    """Return the time in which each request gets one token: a decode step, or with speculation its share of one.
 
     Args:
         engine: The engine.
         num_requests: B, requests of the whole engine.
         context: c, tokens of prompt and response so far, on average.
     """
-    others, experts = engine.weights_bytes()
-    return _step_seconds(engine, others, experts, num_requests, context)
+    return _Decoder(engine).token_seconds(num_requests, context)
+
+
+def accepted_tokens(num_drafts: int, acceptance: float = DRAFT_ACCEPTANCE) -> float:
+    """Return the tokens that a step gives a request: the drafts accepted before the first rejection, and one more.
+
+    Args:
+        num_drafts: Drafted tokens of a step.
+        acceptance: The chance that one is accepted.
+    """
+    return sum(acceptance**count for count in range(num_drafts + 1))
+
+
+def speculation_gain(engine: DecodingGpus, num_requests: float, context: float) -> float:
+    """Return how many times as fast requests get tokens as without speculation, by the roofline, without a limit.
+
+    Args:
+        engine: An engine that drafts.
+        num_requests: Requests of the whole engine.
+        context: Tokens of prompt and response so far, on average.
+    """
+    plain = replace(engine, num_drafts=0)
+    return decode_step_seconds(plain, num_requests, context) / decode_step_seconds(engine, num_requests, context)
 
 
 def prefill_seconds(engine: DecodingGpus, num_prompts: float, prompt_tokens: float) -> float:
@@ -127,23 +185,75 @@ def rollout_time(
         longest_response: Tokens of the longest response.
         mean_share: Mean length of a response as a share of the longest.
     """
-    others, experts = engine.weights_bytes()
-    exponent = (1 - mean_share) / mean_share
+    decoder = _Decoder(engine)
     total = weighted = 0.0
-    for part in range(SLICES):
-        x = (part + 0.5) / SLICES
-        running = (1 - x) ** exponent
+    for x in ((part + 0.5) / SLICES for part in range(SLICES)):
+        running = running_share(x, mean_share)
         context = prompt_tokens + x * longest_response
-        step = _step_seconds(engine, others, experts, max(num_requests * running, 1.0), context)
-        total += step * longest_response / SLICES
-        weighted += running * step * longest_response / SLICES
+        seconds = decoder.token_seconds(max(num_requests * running, 1.0), context) * longest_response / SLICES
+        total += seconds
+        weighted += running * seconds
     prefill = prefill_seconds(engine, num_requests, prompt_tokens)
-    return RolloutTime(total + prefill, weighted / total, prefill)
+    seconds = total + prefill
+    if engine.num_drafts:
+        plain = rollout_time(replace(engine, num_drafts=0), num_requests, prompt_tokens, longest_response, mean_share)
+        seconds = max(seconds, plain.seconds / MOST_SPECULATION_GAIN)
+    return RolloutTime(seconds, weighted / total, prefill)
 
 
-def _step_seconds(engine: DecodingGpus, others: float, experts: float, num_requests: float, context: float) -> float:
-    arch, bandwidth = engine.arch, engine.hardware.hbm_gb_per_s * 1e9 * MEMORY_SHARE
-    awake = 1 - (1 - arch.num_experts_per_tok / arch.n_routed_experts) ** num_requests if arch.n_routed_experts else 0.0
-    on_gpu = num_requests / engine.num_gpus if engine.dp_attention else num_requests
-    read = others + experts * awake + on_gpu * engine.cache_bytes(context)
-    return arch.num_hidden_layers * LAYER_SECONDS + read / bandwidth
+def running_share(x: float, mean_share: float) -> float:
+    """Return the share of requests that still run at a part x of the longest response."""
+    return (1 - x) ** ((1 - mean_share) / mean_share)
+
+
+class _Decoder:
+    """Seconds of an engine's decode steps."""
+
+    def __init__(self, engine: DecodingGpus):
+        self.engine = engine
+        self.weights = engine.weights_bytes()
+        self.draft_weights = engine.draft_bytes() if engine.num_drafts else (0.0, 0.0)
+        self.bandwidth = engine.hardware.hbm_gb_per_s * 1e9 * MEMORY_SHARE
+        arch = engine.arch
+        self.asleep = 1 - arch.num_experts_per_tok / arch.n_routed_experts if arch.n_routed_experts else 1.0
+        self.flops = sequence_flops(arch, 1).forward
+
+    def token_seconds(self, num_requests: float, context: float) -> float:
+        """Return the time in which each request gets one token."""
+        arch, drafts = self.engine.arch, self.engine.num_drafts
+        queries = drafts + 1
+        cache = self.engine.cache_bytes(context, queries)
+        step = self._pass(arch.num_hidden_layers, self.weights, num_requests, queries, cache)
+        draft = self._pass(1, self.draft_weights, num_requests, 1, cache / arch.num_hidden_layers) if drafts else 0.0
+        return (step + drafts * draft) / accepted_tokens(drafts)
+
+    def _pass(
+        self, num_layers: int, weights: tuple[float, float], num_requests: float, queries: int, cache: float
+    ) -> float:
+        """Return the time of one pass of some layers.
+
+        Args:
+            num_layers: Layers.
+            weights: Their bytes on one GPU: (all but the experts, the experts).
+            num_requests: B, requests of the whole engine.
+            queries: Tokens of each.
+            cache: Bytes that one request reads.
+        """
+        engine, arch = self.engine, self.engine.arch
+        others, experts = weights
+        tokens = num_requests * queries
+        on_gpu = num_requests / engine.num_gpus if engine.dp_attention else num_requests
+        read = others + experts * (1 - self.asleep**tokens) + on_gpu * cache
+        work = tokens * self.flops * num_layers / arch.num_hidden_layers / engine.num_gpus
+        seconds = max(read / self.bandwidth, work / attainable.gemm(engine.hardware))
+        return num_layers * (LAYER_SECONDS + self._dispatch_seconds(tokens)) + seconds
+
+    def _dispatch_seconds(self, tokens: float) -> float:
+        """Return the time in which a layer's tokens travel to their experts and back, averaged over layers."""
+        engine, arch = self.engine, self.engine.arch
+        if not (engine.dp_attention and arch.n_routed_experts and engine.num_gpus > 1):
+            return 0.0
+        copies = tokens / engine.num_gpus * arch.num_experts_per_tok
+        share = 1 - arch.first_k_dense_replace / arch.num_hidden_layers
+        sent = copies * arch.hidden_size * DISPATCHED_BYTES
+        return share * sent / attainable.link(engine.hardware, engine.num_gpus)

@@ -25,6 +25,14 @@ LAYER_SECONDS = 221e-6
 # on H800).
 MEMORY_SHARE = 0.9
 
+# Chance that a token which the model's own MTP layer drafts is accepted. Three drafts of GLM-5.2 give 2.99 tokens a
+# step, which is 1 + a + a^2 + a^3 (SemiAnalysisAI/InferenceX#2460: coding prompts of SPEED-Bench, temperature 1).
+DRAFT_ACCEPTANCE = 0.809
+
+# What speculation gains at most of a rollout by default: what it gained of whole RL steps where it was measured, with a
+# frozen draft that gave 2.53 to 2.56 tokens per step over 36 steps (marin-community/marin#9114; 1.61 per stream).
+MOST_SPECULATION_GAIN = 1.42
+
 # New weights, by how they reach the engines. From shard to shard, between CPUs: what one rank of an engine gets per
 # second through a host's memory and gloo, packed, sent and written (`benchmarks/weight_sync.py`, two CPU cores);
 # between GPUs: what one quantises (`benchmarks/one_gpu.py`, H200), and a share of its link, since ranks wait for each

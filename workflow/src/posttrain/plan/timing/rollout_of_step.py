@@ -60,6 +60,7 @@ def engine_of(config: Config, num_engines: int | None = None) -> DecodingGpus:
         stored="fp8" if config.rollout.fp8 else full,
         dp_attention=has_dp_attention(config),
         prefill_gpus=prefill_gpus(config) / (num_engines or config.engine.num_engines) or None,
+        num_drafts=config.engine.mtp_steps,
     )
 
 

@@ -61,9 +61,10 @@ from posttrain.plan.timing.rollout_of_step import (
 from posttrain.plan.timing.update_time import Trainer, forward_causes, mfu, train_causes
 
 NOT_MODELLED = (
-    "step time: on a CPU; what speculation gains; moving caches from engines that prefill to engines that decode; "
-    "several waves of requests where an engine's limit is reached or its KV cache is full; starting a micro-batch that "
-    "is too small to fill a GPU, sleeping and waking, and rewards (compare `benchmarks/published.py`)",
+    "step time: on a CPU; drafts that are accepted less often as the policy moves; moving caches from engines that "
+    "prefill to engines that decode; several waves of requests where an engine's limit is reached or its KV cache is "
+    "full; starting a micro-batch that is too small to fill a GPU, sleeping and waking, and rewards (compare "
+    "`benchmarks/published.py`)",
     "weight_sync: digests; ways through the host's memory, which are taken where trainer and engines have other "
     "versions of NCCL, with which it takes twenty times as long in a simulation of GLM-5 (`benchmarks/weight_sync.py`)",
     "step time: rows padded to their longest sequence, kernels that take longer than their products and bytes, and "
