@@ -1,4 +1,4 @@
-"""What a calibration reads before weights become NVFP4: passes over conversations (docs/checkpoints.md)."""
+"""The passes over conversations of an NVFP4 calibration (docs/checkpoints.md)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from posttrain.config.data import Data
 from posttrain.document import _doc
 
-# The workflow's own conversations, which need no network.
+# Conversations included in the workflow, which need no network.
 OWN_SETS = ("coding", "broad", "deep")
 MADE = "made"
 
@@ -42,7 +42,7 @@ class CalibrationPass:
 
 
 def pass_data(wanted: CalibrationPass) -> Data:
-    """Return a pass's rows as a section `data` whose training prompts they are."""
+    """Return a section `data` whose training prompts are the rows of a pass."""
     same = ("repo_id", "revision", "subset", "split", "prompt_key", "system_prompt")
     said = {key: getattr(wanted, key) for key in same}
     return Data(

@@ -1,4 +1,4 @@
-"""The sections `site.container` and `site.kubernetes`: what jobs start in, and what pods get."""
+"""The sections `site.container` and `site.kubernetes`."""
 
 from __future__ import annotations
 

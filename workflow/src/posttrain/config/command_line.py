@@ -1,4 +1,4 @@
-"""What `posttrain` is asked for on its command line, read as Snakemake reads `--configfile` and `--config`."""
+"""Reads the command line of `posttrain` as Snakemake reads `--configfile` and `--config`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import yaml
 from posttrain.config.strict_yaml import read_mapping
 from posttrain.errors import ConfigError, Problem, raise_if_any
 
-# Of the clone that this package lies in.
+# The folder of the clone that contains this package.
 CONFIG_DIR = Path(__file__).resolve().parents[4] / "config"
 
 
 def read_request(config_dir: Path, files: Iterable[Path], words: Iterable[str]) -> dict[str, Any]:
-    """Return the mapping that Snakemake would hand over to `config.load.resolve`.
+    """Return the mapping that Snakemake would pass to `config.load.resolve`.
 
     Args:
         config_dir: The folder `config/`.
@@ -26,7 +26,7 @@ def read_request(config_dir: Path, files: Iterable[Path], words: Iterable[str]) 
         words: `key=value`, which win over all files.
 
     Raises:
-        ConfigError: A file is not to be read, or a word has another form.
+        ConfigError: A file cannot be read, or a word is not `key=value`.
     """
     words = list(words)
     remedy = "a value of the configuration stands inside of set='key=value'"
@@ -41,15 +41,15 @@ def read_request(config_dir: Path, files: Iterable[Path], words: Iterable[str]) 
 
 
 def with_defaults(request: Mapping[str, Any], config_dir: Path) -> dict[str, Any]:
-    """Return a request on top of `workflow.yaml`, which Snakemake skips for a module that has a `config:`."""
+    """Merge a request into `workflow.yaml`, which Snakemake skips for a module that has a `config:`."""
     return _over(read_mapping(config_dir / "workflow.yaml"), request)
 
 
 def check_files(files: Iterable[Path]) -> None:
-    """Read the files of `--configfile` strictly; Snakemake has read them and kept the last of two equal keys.
+    """Read the files of `--configfile` strictly, because Snakemake silently kept the last of duplicate keys.
 
     Raises:
-        ConfigError: With every problem of every file.
+        ConfigError: Contains every problem of every file.
     """
     problems: list[Problem] = []
     for path in files:
@@ -61,7 +61,7 @@ def check_files(files: Iterable[Path]) -> None:
 
 
 def _value(text: str) -> Any:
-    """Return what Snakemake makes of the text behind `key=`."""
+    """Return the value that Snakemake reads from the text after `key=`."""
     for kind in (int, float):
         with contextlib.suppress(ValueError):
             return kind(text)
@@ -72,7 +72,7 @@ def _value(text: str) -> Any:
 
 
 def _over(lower: Any, upper: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a mapping with another on top, sections merged key by key."""
+    """Return a mapping with another merged into it, section by section and key by key."""
     merged = dict(lower) if isinstance(lower, Mapping) else {}
     for key, value in upper.items():
         merged[key] = _over(merged.get(key), value) if isinstance(value, Mapping) else value

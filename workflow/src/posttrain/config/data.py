@@ -1,4 +1,4 @@
-"""Which prompts a run has, and how they are read (docs/data.md)."""
+"""The section `data`: a run's prompts, and how they are read (docs/data.md)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 from posttrain.document import _doc
 
-# Of data that lie on this machine.
+# Kinds of data on this machine.
 LOCAL_DATA = ("files", "jsonl")
-# What a file says when no commit of a repository is known: it can be planned, but nothing is fetched.
+# Revision of a repository without a known commit: plans work, but nothing is downloaded.
 UNPINNED = "unpinned"
-# As a source's number: what `data` has.
+# Number of prompts of a source: the same as in `data`.
 AS_DATA = -1
 KINDS = ("sort_digits", "reasoning_gym", "files", "hub", "jsonl")
-# Of rows that are made here, by a seed.
+# Kinds of rows that are generated here, from a seed.
 GENERATED = ("sort_digits", "reasoning_gym")
 
 
@@ -128,14 +128,14 @@ class Data:
 
 
 def sources_of(data: Data) -> Mapping[str, Data]:
-    """Return what each source is read by, by its name; a run that names none has one, with the name ""."""
+    """Return name -> section `data` of each source; a run without named sources has one, named ""."""
     if not data.sources:
         return {"": data}
     return {name: _as_data(data, source) for name, source in data.sources.items()}
 
 
 def task_of(data: Data) -> dict[str, Any]:
-    """Return what a made model is warmed up on: sorting digits, or a task of reasoning-gym."""
+    """Return the warm-up task of a generated model: sorting digits, or a task of reasoning-gym."""
     if data.kind != "reasoning_gym":
         return {"num_digits": data.num_digits}
     keys = ("task", "task_parameters", "reasoning_gym", "system_prompt", "prompt_template")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from posttrain.document import _doc
 
-# What other precisions are compared with.
+# The baseline of the comparison.
 ORIGINAL = "original"
 
 

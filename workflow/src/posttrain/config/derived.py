@@ -1,4 +1,4 @@
-"""Values that follow from others. Pure arithmetic, no torch, no files."""
+"""Derived values. Pure arithmetic, no torch, no files."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any
 from posttrain.config.calibration import CalibrationPass
 from posttrain.config.schema import Config
 
-# What a rank sends in one round from shard to shard. Rounds go through host memory, two at a time, on every rank.
+# Bytes that a rank sends per round from shard to shard. Two rounds at a time pass through host memory on every rank.
 SHARDED_ROUND_BYTES = 256 << 20
 
 
 def trainer_nodes(config: Config) -> int:
-    """Return how many nodes have trainer ranks: the first of the job, all but those that only engines have."""
-    return max(config.nodes - config.engine.own_nodes, 1)  # a rule refuses engines that leave none
+    """Return the number of nodes with trainer ranks: the job's first nodes, all except the engines' own."""
+    return max(config.nodes - config.engine.own_nodes, 1)  # a rule rejects engines that leave no node
 
 
 def engine_nodes(config: Config) -> range:
-    """Return the numbers of the nodes on which engines may be: all of the job, or those that only they have."""
+    """Return the indices of the nodes that engines may use: their own nodes if they have some, else all."""
     return range(trainer_nodes(config) if config.engine.own_nodes else 0, config.nodes)
 
 
@@ -32,17 +32,17 @@ def world_size(config: Config) -> int:
 
 
 def room_for_engines(config: Config) -> int:
-    """Return the GPUs on which engines may be; see `engine_nodes`."""
+    """Return the number of GPUs that engines may use; see `engine_nodes`."""
     return len(engine_nodes(config)) * config.hardware.gpus_per_node
 
 
 def nodes_with_spares(config: Config) -> int:
-    """Return the nodes of the training job; a run on one node has no spares, as nothing survives to use them."""
+    """Return the nodes of the training job; a run on one node has no spares, because losing that node ends the job."""
     return config.nodes + (config.site.slurm.spare_nodes if config.nodes > 1 else 0)
 
 
 def model_parallel_size(config: Config) -> int:
-    """Return the ranks that hold one copy of the dense weights: TP x PP x CP."""
+    """Return the number of ranks per copy of the dense weights: TP x PP x CP."""
     parallel = config.parallel
     return parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
 
@@ -53,75 +53,75 @@ def data_parallel_size(config: Config) -> int:
 
 
 def uses_engines(config: Config) -> bool:
-    """Return whether the training job has engines; given responses need none."""
+    """Return whether the training job has engines; SFT needs none."""
     return config.training.objective == "rl"
 
 
 def takes_turns(config: Config) -> bool:
-    """Return whether trainer and engines sleep in host memory while the other works: where they share GPUs."""
+    """Return whether trainer and engines take turns on shared GPUs, each sleeping in host memory meanwhile."""
     asked = config.engine.sleep == "always" or (config.engine.sleep == "auto" and config.hardware.device == "cuda")
     return asked and uses_engines(config) and not config.engine.own_nodes
 
 
 def engines_load(config: Config) -> bool:
-    """Return whether engines load weights when a run begins.
+    """Return whether engines load weights at the start of a run.
 
-    Engines that sleep while the trainer loads, and those updated shard by shard, get theirs from the trainer instead.
+    Engines that sleep while the trainer loads, and engines updated shard by shard, get their weights from the trainer.
     """
     return uses_engines(config) and not takes_turns(config) and weight_transport(config) != "sharded"
 
 
 def rollout_samples_per_step(config: Config) -> int:
-    """Return the samples that one rollout makes."""
+    """Return the number of samples per rollout."""
     return config.rollout.rollout_batch_size * config.rollout.num_samples_per_prompt
 
 
 def token_budget(config: Config) -> int:
-    """Return the tokens of a micro-batch: context-parallel ranks share its row."""
+    """Return the tokens of a micro-batch, whose row the context-parallel ranks share."""
     return config.trainer.max_tokens_per_gpu * config.parallel.context_parallel_size
 
 
 def num_updates_per_step(config: Config) -> int:
-    """Return the optimizer steps per rollout."""
+    """Return the number of optimizer steps per rollout."""
     return rollout_samples_per_step(config) // config.training.global_batch_size
 
 
 def warmup_steps(config: Config) -> int:
-    """Return the steps of linear warm-up."""
+    """Return the number of linear warm-up steps."""
     return config.optimizer.lr_warmup_steps or math.ceil(
         share_of(config.optimizer.lr_warmup_share, config.training.num_steps)
     )
 
 
 def min_lr(config: Config) -> float:
-    """Return the learning rate at which the schedule ends."""
+    """Return the final learning rate of the schedule."""
     optimizer = config.optimizer
     return optimizer.lr if optimizer.lr_schedule == "constant" else optimizer.lr * optimizer.lr_floor
 
 
 def lr_decay_steps(config: Config) -> int:
-    """Return the steps at the end over which the learning rate falls (wsd)."""
+    """Return the number of final steps over which the learning rate decays (wsd)."""
     return math.ceil(share_of(config.optimizer.lr_decay_share, config.training.num_steps))
 
 
 def share_of(share: float, count: int) -> Fraction:
-    """Return a share of a count, exactly: of the decimal number that was written.
+    """Return a share of a count, computed exactly from the decimal number in the configuration.
 
     Example:
-        0.07 of 100 are 7; the product of floats, 7.000000000000001, would be rounded up to 8.
+        0.07 of 100 is 7; the floating-point product, 7.000000000000001, would be rounded up to 8.
     """
     return Fraction(repr(share)) * count
 
 
 def prefill_gpus(config: Config) -> int:
-    """Return the GPUs of the engines that only prefill."""
+    """Return the number of GPUs of the prefill-only engines."""
     return config.engine.pd.num_prefill_engines * config.engine.pd.gpus_per_prefill_engine
 
 
 def proves_weights(config: Config) -> bool:
-    """Return whether engines compute with the very numbers that they load, and can show it.
+    """Return whether engines keep their weights exactly as loaded, and can prove it.
 
-    On other GPUs than Hopper SGLang has kernels for which it rearranges or requantises weights after loading.
+    On GPUs other than Hopper, SGLang rearranges or requantises weights after loading for some kernels.
     """
     is_hopper = config.hardware.compute_capability.startswith("9.")
     return config.engine.kind == "embedded" or config.hardware.device == "cpu" or is_hopper
@@ -134,21 +134,21 @@ def weight_transport(config: Config) -> str:
 
 
 def update_bytes_at_once(config: Config) -> int:
-    """Return how much of a weight update a rank sends at a time: a bucket, or a round from shard to shard."""
+    """Return the bytes of a weight update that a rank sends at a time: a bucket, or a round from shard to shard."""
     bucket = config.engine.weight_bucket_mib << 20
     return min(bucket, SHARDED_ROUND_BYTES) if weight_transport(config) == "sharded" else bucket
 
 
 def engine_gpus(config: Config) -> int:
-    """Return the GPUs of all engines, those that only prefill included."""
+    """Return the number of GPUs of all engines, prefill-only ones included."""
     return prefill_gpus(config) + config.engine.num_engines * config.engine.gpus_per_engine
 
 
 def mismatch_limits(config: Config) -> tuple[float, float]:
     """Return the largest mean |trainer - engine| expected: with the trainer's own weights, and with those served.
 
-    The trainer's own weights are rounded for the engine, to the Hub's BF16 at least. On the weights served only the
-    precision of the computation differs; SGLang's FP8 kernels round activations, too, and the embedded engine computes
+    The trainer's own weights are rounded for the engine, at least to the Hub's BF16. With the served weights, only the
+    precision of the computation differs: SGLang's FP8 kernels also round activations, and the embedded engine computes
     with dequantised weights.
     """
     limits = config.trainer.mismatch
@@ -174,7 +174,7 @@ def layers_per_stage(config: Config) -> list[int]:
 
 
 def stage_chunks(config: Config) -> tuple[tuple[range, ...], ...]:
-    """Return the decoder layers of each pipeline stage, first to last, by chunks of consecutive layers.
+    """Return the decoder layers of each pipeline stage, first to last, in chunks of consecutive layers.
 
     Example:
         8 layers on 2 stages of 2 chunks: 0 to 1 and 4 to 5 on the first, 2 to 3 and 6 to 7 on the last.
@@ -193,48 +193,48 @@ def _chunks(of_stages: tuple[int, ...], chunks: int) -> tuple[tuple[range, ...],
 
 
 def micro_batch_multiple(config: Config) -> int:
-    """Return the number whose multiple a rank's micro-batches per update must be: the stages, if interleaved."""
+    """Return the divisor of a rank's micro-batches per update: the number of stages, if they interleave, else 1."""
     parallel = config.parallel
     return parallel.pipeline_model_parallel_size if parallel.virtual_pipeline_model_parallel_size > 1 else 1
 
 
 def fp8_settings(config: Config) -> dict[str, Any]:
-    """Return what decides the bytes of the engines' FP8 weights, besides the source."""
+    """Return the settings that determine the engines' FP8 weights, apart from the source."""
     quantize = config.quantize
     return {"format": "fp8", "strategy": quantize.strategy, "scale": quantize.scale, **_kept(config)}
 
 
 def start_settings(config: Config) -> dict[str, Any]:
-    """Return what, besides the source, decides the files that FP8 engines load if they start without weights."""
+    """Return the settings that determine the files of FP8 engines that start without weights, source apart."""
     return {**fp8_settings(config), "drafts": config.engine.mtp_steps > 0}
 
 
 def serving_settings(config: Config) -> dict[str, Any]:
-    """Return what decides the bytes of the checkpoint for serving, besides the source."""
+    """Return the settings that determine the serving checkpoint, apart from the source."""
     serving = config.serving
     calibrated = {"passes": calibration_settings(config)} if is_calibrated_here(config) else {}
     return {"format": serving.format, "calibration": list(serving.calibration), **calibrated, **_kept(config)}
 
 
 def is_calibrated_here(config: Config) -> bool:
-    """Return whether the checkpoint for serving needs magnitudes that the rule `calibrate` finds."""
+    """Return whether the serving checkpoint needs activation magnitudes from the rule `calibrate`."""
     serving = config.serving
     return serving.format == "nvfp4" and not serving.calibration and not serving.uncalibrated
 
 
 def calibration_passes(config: Config) -> dict[str, CalibrationPass]:
-    """Return the passes that are read, by name."""
+    """Return name -> calibration pass."""
     return {name: wanted for name, wanted in config.serving.passes.items() if wanted.num_samples}
 
 
 def calibration_settings(config: Config) -> dict[str, Any]:
-    """Return what decides the magnitudes that a calibration finds, besides weights and layout."""
+    """Return the settings that determine a calibration's magnitudes, apart from weights and layout."""
     passes = {name: dataclasses.asdict(wanted) for name, wanted in calibration_passes(config).items()}
     return {"passes": passes, "chat_template_kwargs": list(config.data.chat_template_kwargs)}
 
 
 def calibrating(config: Config) -> Config:
-    """Return the configuration of the ranks that calibrate: training's layout, on nodes without engines or spares."""
+    """Return the configuration of calibration ranks: training's layout, without engines or spare nodes."""
     slurm = dataclasses.replace(config.site.slurm, spare_nodes=0)
     engine = dataclasses.replace(config.engine, own_nodes=0)
     site = dataclasses.replace(config.site, slurm=slurm)
@@ -243,7 +243,7 @@ def calibrating(config: Config) -> Config:
 
 
 def recoding_settings(config: Config, step: str) -> dict[str, Any]:
-    """Return what decides the bytes of a recoded checkpoint, by the step that makes its parts."""
+    """Return the settings that determine a recoded checkpoint, for the step that makes its parts."""
     of_step = {
         "quantize_rollout_fp8": fp8_settings,
         "quantize_rollout_start": start_settings,

@@ -1,9 +1,9 @@
-"""config/README.md and config/schema.json, written from the schema.
+"""Generates config/README.md and config/schema.json from the schema.
 
     python -m posttrain.config.docs > config/README.md
     python -m posttrain.config.docs --schema > config/schema.json
 
-A test compares the files with this output, so the reference cannot drift from what the code accepts.
+A test compares the files with this output, so the reference matches what the code accepts.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def render_readme(config_dir: Path) -> str:
     """Return the content of config/README.md.
 
     Args:
-        config_dir: The folder `config/`; tells where a value without a default is set.
+        config_dir: The folder `config/`, in whose files values without a default are set.
     """
     set_in = values_by_layer(config_dir)
     introduction = INTRODUCTION % {
@@ -139,7 +139,7 @@ def sections(section: type, prefix: str = "") -> Iterator[tuple[str, type]]:
 
 
 def entries(name: str, section: type, set_in: Mapping[str, str]) -> list[Entry]:
-    """Return the keys that stand in a section itself, not in a section below it."""
+    """Return the keys of a section, without those of its subsections."""
     hints, prefix = typing.get_type_hints(section), f"{name}." if name else ""
     return [
         Entry(
@@ -155,9 +155,9 @@ def entries(name: str, section: type, set_in: Mapping[str, str]) -> list[Entry]:
 
 
 def values_by_layer(config_dir: Path) -> dict[str, str]:
-    """Return dotted key -> where a value without a default comes from, in words.
+    """Return dotted key -> a text with the origin of a value that has no default.
 
-    A value of base.yaml is given; for keys that only chosen files set, their folder is named.
+    For base.yaml the text includes the value; for keys that only chosen files set, it names their folder.
     """
     found = {"nodes": "the model's `defaults.nodes`"}
     for folder in ("sites", "hardware", "nodes", "recipes", "models"):
@@ -216,9 +216,9 @@ def _spell(value: Any) -> str:
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the JSON schema of a file of `config/`, or for `--configfile`, as editors understand it.
+    """Return the JSON schema of a file in `config/`, or of a `--configfile`, for editors.
 
-    No key is required: a file is a layer. What joins several keys is beyond it.
+    No key is required, because a file is only a layer. Rules between keys are not part of the schema.
     """
     found = section_schema(schema.Config)
     for key in CHOSEN:
@@ -229,7 +229,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def section_schema(section: type) -> dict[str, Any]:
-    """Return the JSON schema of a section, and of those below it."""
+    """Return the JSON schema of a section and its subsections."""
     return {
         "type": "object",
         "description": _summary(section),

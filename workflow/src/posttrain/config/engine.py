@@ -1,4 +1,4 @@
-"""The servers that generate during training."""
+"""The inference engines of training."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from posttrain.document import _doc
 
-# The environment variable with the secret that engines demand from their clients.
+# Environment variable with the secret that engines require from their clients.
 SECRET_VARIABLE = "POSTTRAIN_ENGINE_SECRET"
 
 

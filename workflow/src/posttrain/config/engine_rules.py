@@ -1,4 +1,4 @@
-"""The rules of the engines' keys: what SGLang would refuse, or do wrongly, only after its weights are loaded."""
+"""Rules of the engines' keys that SGLang would check only after loading weights, or not at all."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from posttrain.errors import Problem
 from posttrain.readable import counted
 
 Problems = Iterator[Problem]
-# SGLang 0.5.23, `layers/moe/token_dispatcher/deepep.py`: a rank sends fewer than this to another in one dispatch.
+# SGLang 0.5.23, `layers/moe/token_dispatcher/deepep.py`: a rank sends fewer tokens than this to another per dispatch.
 DEEPEP_MAX_TOKENS = 1024
 
 
@@ -34,7 +34,7 @@ def _world_size(config: Config) -> Problems:
 
 
 def _nodes_of_an_engine(config: Config) -> Problems:
-    """Check engines on CPUs; on GPUs the planner reports that there are too few."""
+    """Check engines on CPUs; on GPUs the planner reports missing GPUs."""
     ranks, there = config.engine.gpus_per_engine, room_for_engines(config)
     is_served = config.engine.kind == "sglang" and config.hardware.device == "cpu" and uses_engines(config)
     if is_served and ranks > there:
@@ -187,7 +187,7 @@ def _deltas(config: Config) -> Problems:
 
 
 def check_cut(config: Config) -> Problems:
-    """Yield why a model cannot be cut into as many parts as an engine has GPUs."""
+    """Yield the reasons why a model cannot be sharded over an engine's GPUs."""
     for rule in (_world_size, _engine_experts, _tensor_parallel_attention):
         yield from rule(config)
 

@@ -1,4 +1,4 @@
-"""What a run is measured on, how and when (docs/evaluation.md)."""
+"""The section `evaluation` (docs/evaluation.md)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Which dimensions each architecture family has: what must be set, what may be, and that nothing else is.
+"""The dimensions of each architecture family: required, optional, and no others.
 
     glm_moe_dsa   MLA, DSA indexer in all layers or some, sigmoid router with bias, MTP layer  GLM-5, GLM-5.1, 5.2
-    deepseek_v3   the same without indexer, with q-LoRA or not, YaRN, groups of experts        DeepSeek-V3, Moonlight
-    deepseek_v32  that with the DSA indexer of GLM-5, rotated otherwise                        DeepSeek-V3.2
+    deepseek_v3   the same without indexer, q-LoRA optional, YaRN, groups of experts           DeepSeek-V3, Moonlight
+    deepseek_v32  deepseek_v3 with GLM-5's DSA indexer, whose rotation differs                 DeepSeek-V3.2
     glm4_moe      GQA with bias and partly rotated heads, QK norm or not, router as above      GLM-4.5 and 4.7, Air
     qwen3         GQA with QK norm, dense MLPs, embedding tied or not                          Qwen3
     qwen3_moe     GQA with QK norm, softmax router without bias, no shared expert              Qwen3-30B-A3B
@@ -22,7 +22,7 @@ from posttrain.config.schema import Architecture
 from posttrain.errors import Problem
 
 PREFIX = "model.architecture"
-# Several times what any released model has.
+# Several times the largest values of released models.
 MOST_LAYERS, MOST_EXPERTS = 500, 2048
 _COMMON = (
     "model_type",
@@ -47,15 +47,15 @@ _DEEPSEEK = ("q_lora_rank", "n_group", "topk_group", "rope_scaling")
 
 @dataclass(frozen=True)
 class Family:
-    """What models of one `model_type` are made of.
+    """The architecture of models of one `model_type`.
 
     Args:
-        hub_class: What `architectures` of config.json names, a class of transformers.
-        needs: Dimensions that must be set.
-        may: Dimensions that have a meaning when left at their default, too.
-        router_bias: The router has a bias per expert that corrects the choice.
+        hub_class: Class of transformers, named in `architectures` of config.json.
+        needs: Required dimensions.
+        may: Optional dimensions, whose default is also valid.
+        router_bias: The router has a correction bias per expert.
         always_qk_norm: Queries and keys are normalised in every model of the family.
-        indexer_interleaved: The indexer rotates neighbours, not halves.
+        indexer_interleaved: The indexer rotates pairs of neighbours instead of halves.
     """
 
     hub_class: str
@@ -97,15 +97,15 @@ def family_of(arch: Architecture) -> Family:
 
 
 def modelling_module(model_type: str) -> str:
-    """Return the module of transformers that has the family's `hub_class`."""
+    """Return the module of transformers with the family's `hub_class`."""
     return f"transformers.models.{model_type}.modeling_{model_type}"
 
 
 def dimensions(arch: Architecture) -> dict[str, Any]:
     """Return the dimensions that the model's family has, in the schema's order.
 
-    It is what names runs and made checkpoints: a dimension that another family gets later changes no name, nor does one
-    that its declaration calls `unnamed` at this value.
+    Names of runs and generated checkpoints depend on them, so a dimension that another family gets later changes no
+    name, nor does one whose value is declared `unnamed`.
     """
     family = family_of(arch)
     known = {*_COMMON, *family.needs, *family.may}
@@ -114,9 +114,9 @@ def dimensions(arch: Architecture) -> dict[str, Any]:
 
 
 def chooses_keys(arch: Architecture, layer: int) -> bool:
-    """Return whether a layer has an indexer; one of a sparse model that has none takes over the choice before it.
+    """Return whether a layer has an indexer; a sparse model's layer without one reuses an earlier layer's selection.
 
-    MTP layers, which are numbered behind the decoder's, have their own.
+    MTP layers, which are numbered after the decoder's, have their own.
     """
     if layer >= arch.num_hidden_layers:
         return arch.index_n_heads > 0
@@ -126,12 +126,12 @@ def chooses_keys(arch: Architecture, layer: int) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def num_indexers(arch: Architecture) -> int:
-    """Return how many decoder layers have an indexer."""
+    """Return the number of decoder layers with an indexer."""
     return sum(chooses_keys(arch, layer) for layer in range(arch.num_hidden_layers))
 
 
 def check_architecture(arch: Architecture) -> Iterator[Problem]:
-    """Yield what is missing, what is too much, and what does not fit together."""
+    """Yield missing, unexpected and inconsistent dimensions."""
     yield from _check_size(arch)
     yield from _check_presence(arch)
     yield from _check_indexer(arch)
@@ -141,7 +141,7 @@ def check_architecture(arch: Architecture) -> Iterator[Problem]:
 
 
 def _check_size(arch: Architecture) -> Iterator[Problem]:
-    """Keep counts to what a model can have: there are names of its tensors for each."""
+    """Limit counts to plausible models, because tensor names are generated for each."""
     layers = dict.fromkeys(("num_hidden_layers", "num_nextn_predict_layers"), MOST_LAYERS)
     for name, most in {**layers, "n_routed_experts": MOST_EXPERTS}.items():
         if not 0 <= (found := getattr(arch, name)) <= most:

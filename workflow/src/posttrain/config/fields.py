@@ -1,4 +1,4 @@
-"""One value of the configuration: its type, its range, and what a user is told when it is wrong."""
+"""Types and ranges of single configuration values, and the problems of wrong ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TYPE_NAMES = {
     bool: "true or false",
     list[str]: "a list of text",
 }
-# In dotted keys, the name of a table's row.
+# Placeholder for a row name of a table in dotted keys.
 ANY_NAME = "*"
 _NODES: dict[Any, Any] = {int: IntegerNode, float: FloatNode, str: StringNode, bool: BooleanNode}
 
@@ -54,9 +54,9 @@ def build(section: type, values: Mapping[str, Any], prefix: str = "") -> Any:
     """Return a section as its dataclass.
 
     Args:
-        section: Its class.
-        values: Dotted key -> value, of the right types, for every value of the section.
-        prefix: What the section's keys begin with.
+        section: The dataclass.
+        values: Dotted key -> value of the right type, for every value of the section.
+        prefix: Prefix of the section's keys.
     """
     own: dict[str, Any] = {}
     for name, kind, _ in members(section):
@@ -72,13 +72,13 @@ def build(section: type, values: Mapping[str, Any], prefix: str = "") -> Any:
 
 
 def row_of(kind: Any) -> type | None:
-    """Return the section that each row of a table is, None where `kind` is no table: a mapping of names to sections."""
+    """Return the section class of a table's rows; None if `kind` is no table, a mapping of names to sections."""
     arguments = typing.get_args(kind) if typing.get_origin(kind) is dict else ()
     return typing.cast(type, arguments[1]) if arguments and dataclasses.is_dataclass(arguments[1]) else None
 
 
 def row_names(keys: Iterable[str], table: str) -> list[str]:
-    """Return the names of a table's rows in the order of `keys`, dotted ones; `table` ends with a dot."""
+    """Return the names of a table's rows in the order of the dotted `keys`; `table` ends with a dot."""
     return list(dict.fromkeys(key[len(table) :].partition(".")[0] for key in keys if key.startswith(table)))
 
 
@@ -97,7 +97,7 @@ def general_key(key: str) -> str:
 
 @lru_cache
 def tables() -> Mapping[str, type]:
-    """Return the row of each table, by what the keys of the table begin with."""
+    """Return key prefix -> row class of each table."""
     return dict(_tables(schema.Config, ""))
 
 
@@ -111,7 +111,7 @@ def _tables(section: type, prefix: str) -> Iterator[tuple[str, type]]:
 
 @lru_cache
 def members(section: type) -> tuple[tuple[str, Any, Mapping[str, Any]], ...]:
-    """Return (name, type, limits) of a section's own fields; reading the types takes long."""
+    """Return (name, type, limits) of a section's own fields; cached, because resolving types is slow."""
     hints = typing.get_type_hints(section)
     return tuple((field.name, hints[field.name], field.metadata) for field in dataclasses.fields(section))
 
@@ -120,7 +120,7 @@ def typed(value: Any, kind: Any) -> Any:
     """Return `value` as `kind`, by OmegaConf's rules of conversion (the text "1e-6" is a number).
 
     Raises:
-        ValidationError: It cannot be converted, or YAML has made a number, boolean or date of what has to be text.
+        ValidationError: The value cannot be converted, or YAML read a text as a number, boolean or date.
     """
     if kind == list[str]:
         items = value if isinstance(value, list) else [value]
@@ -133,7 +133,7 @@ def typed(value: Any, kind: Any) -> Any:
 
 
 def is_misread_text(value: Any, kind: Any) -> bool:
-    """Return whether text is due and YAML has read something else: what was written is lost (`0123` is read as 83)."""
+    """Return whether YAML misread a text, so that the original is lost (`0123` is read as 83)."""
     if kind == list[str]:
         items = value if isinstance(value, list) else [value]
         return any(is_misread_text(item, str) and not _is_whole(item) for item in items)
@@ -141,12 +141,12 @@ def is_misread_text(value: Any, kind: Any) -> bool:
 
 
 def _is_whole(item: Any) -> bool:
-    """Return whether an item of a list is a whole number, such as a concurrency; YAML is read without octal ones."""
+    """Return whether an item of a list is a whole number, such as a concurrency; YAML is read without octal numbers."""
     return isinstance(item, int) and not isinstance(item, bool)
 
 
 def check_ranges(values: Mapping[str, Any]) -> list[Problem]:
-    """Return every value that breaks the range or the choices of its field.
+    """Return the problem of every value outside the range or choices of its field.
 
     Args:
         values: Dotted key -> value.
@@ -163,7 +163,7 @@ def check_ranges(values: Mapping[str, Any]) -> list[Problem]:
 
 
 def _violated(value: Any, limits: Mapping[str, Any]) -> str | None:
-    """Return what is allowed when `value` breaks one of a field's limits."""
+    """Return the allowed values as text, if `value` violates one of a field's limits."""
     if "choices" in limits and value not in limits["choices"]:
         return "one of " + ", ".join(map(str, limits["choices"]))
     if isinstance(value, float) and not math.isfinite(value):
@@ -183,9 +183,9 @@ def _violated(value: Any, limits: Mapping[str, Any]) -> str | None:
 
 
 def unknown_key(key: str, value: Any, origin: str, types: Mapping[str, Any]) -> Problem:
-    """Return the problem of a key that the schema does not have, with the nearest that it has."""
+    """Return the problem of an unknown key, with the nearest known one."""
     for table in tables():
-        # Its rows have names that only the user knows.
+        # The user chooses the names of the table's rows.
         name = key[len(table) :].partition(".")[0] if key.startswith(table) else ""
         types = {known.replace(f"{table}{ANY_NAME}", f"{table}{name or 'NAME'}"): kind for known, kind in types.items()}
     parent = key.rpartition(".")[0]
@@ -200,14 +200,14 @@ def unknown_key(key: str, value: Any, origin: str, types: Mapping[str, Any]) -> 
 
 
 def did_you_mean(word: str, known: Any) -> str | None:
-    """Return the question, or None when nothing known is near."""
+    """Return a suggestion, or None if no known name is similar."""
     # Two swapped letters of four ("tyni") make a ratio of 0.5.
     matches = difflib.get_close_matches(word, list(map(str, known)), n=1, cutoff=0.5)
     return f"did you mean {matches[0]!r}?" if matches else None
 
 
 def leaves_of(tree: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the values of a nested mapping by their dotted keys."""
+    """Return dotted key -> value of a nested mapping."""
     return {dotted: value for _, _, dotted, value in walk(tree) if not isinstance(value, dict)}
 
 
@@ -222,14 +222,14 @@ def walk(tree: Mapping[Any, Any], prefix: str = "", depth: int = 0) -> Iterator[
 
 @lru_cache
 def defaults_of(section: type) -> dict[str, Any]:
-    """Return the default of every leaf by its dotted key, "???" where there is none; cached, so do not modify it."""
+    """Return dotted key -> default of every leaf, "???" if it has none; cached, so do not modify it."""
     plain = OmegaConf.to_container(OmegaConf.structured(section))
     assert isinstance(plain, dict)
     return leaves_of(plain)
 
 
 def all_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema's defaults by their dotted keys, with those of each row of a table that `values` names."""
+    """Return dotted key -> default, including the rows of tables that `values` contains."""
     found = dict(defaults_of(schema.Config))
     for table, row in tables().items():
         for name in row_names(values, table):

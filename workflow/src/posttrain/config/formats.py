@@ -1,4 +1,4 @@
-"""The number formats of weights, of engines in training and of a checkpoint for serving; what is exported."""
+"""The sections `quantize`, `serving` and `export`: number formats of engines and serving checkpoints, and exports."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from posttrain.config.calibration import CalibrationPass
 from posttrain.document import _doc
 
-# A side of the blocks that share a scale in the Hub's FP8 checkpoints (`weight_block_size`).
+# Side of the blocks that share a scale in the Hub's FP8 checkpoints (`weight_block_size`).
 FP8_BLOCK = 128
-# Numbers that share a scale in NVFP4.
+# Values per scale in NVFP4.
 NVFP4_GROUP = 16
 
 

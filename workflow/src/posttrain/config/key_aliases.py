@@ -1,10 +1,10 @@
-"""Names of other trainers' settings beside our keys, for people who type what they know."""
+"""Other trainers' names for our keys, for suggestions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-# The last part of a name of TRL, verl, slime or miles -> our key; docs/coming-from.md has them with their differences.
+# Last part of a name in TRL, verl, slime or miles -> our key; docs/coming-from.md explains differences.
 OTHER_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("learning_rate", "learningrate"), "optimizer.lr"),
     **dict.fromkeys(("max_grad_norm", "grad_clip", "gradient_clipping"), "optimizer.clip_grad"),
@@ -48,5 +48,5 @@ OTHER_NAMES: Mapping[str, str] = {
 
 
 def key_of(name: str) -> str:
-    """Return our key for a name of another trainer, with any section in front of it; "" where none is known."""
+    """Return our key for another trainer's name, with or without a section; "" if unknown."""
     return OTHER_NAMES.get(name.rpartition(".")[2].lstrip("-").replace("-", "_").lower(), "")

@@ -1,4 +1,4 @@
-"""The sections `launch` and `site.slurm`: how training is watched, and what a SLURM job asks for."""
+"""The sections `launch` and `site.slurm`: supervision of training, and requests to SLURM."""
 
 from __future__ import annotations
 

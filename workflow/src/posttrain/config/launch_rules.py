@@ -1,4 +1,4 @@
-"""The rules of `site.container` and `site.kubernetes`: what srun, Apptainer or a cluster would refuse much later."""
+"""Rules of `site.container` and `site.kubernetes` that srun, Apptainer or a cluster would check much later."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BUILDER_OF = {
     "apptainer": "apptainer build gpu.sif envs/gpu/image.def",
     "pyxis": "enroot import --output gpu.sqsh docker://REGISTRY/IMAGE:TAG",
 }
-# Neither a comma nor a colon: they separate mounts and their parts.
+# No commas or colons, because they separate mounts and their parts.
 _PATH = r"/[^,:\s]*"
 _MOUNT = rf"{_PATH}(:{_PATH}(:ro)?)?"
 _DNS_LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
@@ -24,7 +24,7 @@ _LABEL_NAME = rf"({_DNS_NAME}/)?[A-Za-z0-9]([-A-Za-z0-9_.]{{0,61}}[A-Za-z0-9])?"
 _LABEL_VALUE = r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?"
 _QUANTITY = r"\d+(\.\d+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?"
 _IMAGE = r"[^\s@]+(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}|@sha256:[0-9a-f]{64})"
-# key of site.kubernetes -> (pattern of its value or of each of its values, how it is said)
+# key of site.kubernetes -> (pattern of its value or of each list item, the pattern in words)
 _FORMS = {
     "namespace": (_DNS_LABEL, "a namespace: lower-case letters, digits and '-'"),
     "queue": (_DNS_NAME, "a LocalQueue: lower-case letters, digits, '-' and '.'"),
@@ -73,13 +73,13 @@ def _kubernetes_forms(config: Config) -> Problems:
         value = getattr(config.site.kubernetes, name)
         for item in value if isinstance(value, list) else [value] if value else []:
             if not re.fullmatch(pattern, item):
-                # Whoever writes a token where a Secret's name belongs must not find it in a log.
+                # A token that was written in place of a Secret's name must not appear in a log.
                 shown = repr(item) if name != "secrets" else _without_value(item)
                 yield Problem(f"site.kubernetes.{name}", shown, allowed, "correct it in the site's file")
 
 
 def _without_value(item: str) -> str:
-    """Return a variable without its value; of what has no "=", which may be a value alone, nothing."""
+    """Return a variable without its value; "" for text without "=", which may be a bare value."""
     variable, separator, _ = item.partition("=")
     return repr(f"{variable}=...") if separator else "an item without '='"
 
@@ -101,7 +101,7 @@ def _kubernetes_folders(config: Config) -> Problems:
         yield Problem("site.kubernetes.volumes", repr(site.kubernetes.volumes), "each folder once", "leave one out")
     for name in ("store", "results", "node_local"):
         folder = PurePosixPath(getattr(site, name))
-        # A relative store or results lies in the folder of the workflow, which the launcher checks.
+        # A relative store or results folder is in the workflow's folder, which the launcher checks.
         must_be_mounted = folder.is_absolute() or name == "node_local"
         if must_be_mounted and not any(folder.is_relative_to(mount) for mount in mounted):
             allowed = "a folder below one of site.kubernetes.volumes: what pods write elsewhere is lost with them"

@@ -1,4 +1,4 @@
-"""The rules that a layout of the ranks can break: the planner asks them of every layout that it weighs."""
+"""Rules of parallel layouts; the planner applies them to every candidate."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def _divisors(config: Config) -> Problems:
         ("expert_tensor_parallel_size", "moe_intermediate_size"),
     ):
         size, dimension = getattr(parallel, size_name), getattr(arch, dimension_name)
-        # A part that the model does not have reads 0, which every size divides.
+        # The size of a part that the model lacks is 0, which is divisible by every size.
         if dimension % size:
             allowed = f"a divisor of {dimension} ({dimension_name})"
             yield Problem(f"parallel.{size_name}", str(size), allowed, "choose one that divides it")
 
 
 def _links(config: Config) -> Problems:
-    # Every layer waits for exchanges among these ranks; over a network between nodes they would take most of the time.
+    # Every layer waits for collectives among these ranks, which would dominate over a network between nodes.
     hardware, parallel = config.hardware, config.parallel
     linked = hardware.linked_gpus or hardware.gpus_per_node
     if hardware.device == "cpu":
@@ -68,7 +68,7 @@ def _links(config: Config) -> Problems:
 
 
 def _context(config: Config) -> Problems:
-    # Transformer Engine shares sequences between ranks with fused attention alone, which is not to be had in FP32.
+    # Transformer Engine supports context parallelism only with fused attention, which does not exist in FP32.
     ranks, is_ours = config.parallel.context_parallel_size, config.model.architecture.index_n_heads > 0
     if ranks > 1 and config.hardware.device != "cpu" and config.trainer.params_dtype == "fp32" and not is_ours:
         allowed = "1 on GPUs with trainer.params_dtype=fp32: Transformer Engine has no attention for it"
@@ -82,8 +82,8 @@ def _experts(config: Config) -> Problems:
         for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
             if (size := getattr(parallel, name)) > 1:
                 yield Problem(f"parallel.{name}", str(size), "1: the model has no experts", "leave it out")
-    # With EP 1 Megatron takes experts for dense weights; with ETP below TP each tensor-parallel rank then trains its
-    # copy on its own part of the sequence, and nobody adds the gradients up.
+    # With EP 1 Megatron treats experts as dense weights; with ETP below TP each tensor-parallel rank then trains its
+    # copy on its own part of the sequence, and the gradients are never summed.
     elif tensor > 1 and parallel.expert_model_parallel_size == 1 and expert_tensor != tensor:
         yield Problem(
             "parallel.expert_tensor_parallel_size",
@@ -131,7 +131,7 @@ def _batches(config: Config) -> Problems:
     if samples % batch:
         remedy = "change it, rollout_batch_size or num_samples_per_prompt"
         yield Problem(key, str(batch), f"a divisor of the {samples} samples of a rollout", remedy)
-    is_layout = world_size(config) % model_parallel_size(config) == 0  # else `_ranks` has refused it
+    is_layout = world_size(config) % model_parallel_size(config) == 0  # else `_ranks` has rejected it
     if is_layout and batch % ranks:
         allowed = f"a multiple of {ranks}, the data-parallel ranks, which run equally many micro-batches"
         yield Problem(key, str(batch), allowed, "raise the batch, or use more tensor or pipeline parallelism")

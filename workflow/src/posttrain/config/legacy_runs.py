@@ -1,7 +1,7 @@
-"""A run that has begun keeps its experiment.
+"""Keeps the experiment of a run that has begun.
 
-A run's default name is made from its experiment, so another experiment is another run. A name that the user gave says
-nothing about the experiment: going on under it with other values would mix two experiments in one result.
+A run's default name is derived from its experiment, so another experiment is another run. A name chosen by the user is
+independent of the experiment: continuing under it with other values would mix two experiments in one result.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from posttrain.document import ANY
 from posttrain.errors import Problem, raise_if_any
 
 STEPS = "training.num_steps"
-# Origin of a value that is not today's default.
+# Origin of a value that differs from today's default.
 OLDER = "the run, which an older version began"
 
 
 def as_begun(resolved: Resolved) -> Resolved:
-    """Return the experiment as an older version has begun it, where the run is there; otherwise what was resolved.
+    """Return the experiment with which an older version began the run, if it exists; otherwise the resolved one.
 
-    What `base.yaml` gives a key that the older version did not have may differ from what that version did (the key's
-    `unnamed`): its runs go on as they began.
+    The value of a newer key in `base.yaml` may differ from the older version's behaviour (the key's `unnamed`), which
+    that version's runs keep.
     """
     older = _as_before(resolved)
     folder = Path(older.config.site.results) / older.run
-    if older.run != resolved.run:  # named by their experiments
+    if older.run != resolved.run:  # runs named after their experiments
         return older if folder.exists() else resolved
     begun = folder / "experiment.yaml"
     is_it = begun.exists() and leaves_of(read_yaml(begun)) == leaves_of(older.experiment)
@@ -36,7 +36,7 @@ def as_begun(resolved: Resolved) -> Resolved:
 
 
 def kept_from_before(resolved: Resolved) -> str:
-    """Return the settings that a run keeps from the version that began it, as for `set=`; empty for other runs."""
+    """Return the settings that a run keeps from the version that began it, in the form of `set=`; "" for other runs."""
     values = ((key, *key.split(".")) for key, origin in resolved.origins.items() if origin == OLDER)
     return " ".join(f"{key}={getattr(getattr(resolved.config, section), name)}" for key, section, name in values)
 
@@ -57,14 +57,14 @@ def _as_before(resolved: Resolved) -> Resolved:
 
 
 def refuse_other_experiment(begun: Path, resolved: Resolved) -> None:
-    """Compare the experiment with the one that a run of this name has begun.
+    """Compare the experiment with that of an existing run of this name.
 
     Args:
-        begun: The run's `experiment.yaml`; nothing is compared when it does not exist.
-        resolved: What is asked for now.
+        begun: The run's `experiment.yaml`; nothing is compared if it does not exist.
+        resolved: The new configuration.
 
     Raises:
-        ConfigError: With every value that differs.
+        ConfigError: Contains every value that differs.
     """
     if not begun.exists():
         return
@@ -72,7 +72,7 @@ def refuse_other_experiment(begun: Path, resolved: Resolved) -> None:
     changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
     remedy = f"give the old value, give another name with --config run=..., or delete {begun.parent}"
     if changed == [STEPS] and new[STEPS] > old[STEPS]:
-        # Its state after the last step is where more steps begin.
+        # Additional steps continue from the state after the last step.
         remedy = (
             f"go on in a run of another name: --config run=... fork={resolved.run}@{old[STEPS]}, or give the old value"
         )

@@ -1,10 +1,10 @@
-"""From YAML layers to one frozen `Config`, with the origin of every value. With `fields`, the only user of OmegaConf.
+"""Merges YAML layers into one frozen `Config` with OmegaConf, and records the origin of every value.
 
-Layers, later wins: schema defaults -> base.yaml -> a line of algorithms.yaml -> models/{model}.yaml ->
-recipes/{recipe}.yaml, if one is asked for -> nodes/{model}_{n}.yaml or the planner's layout -> hardware/{hardware}.yaml
--> sites/{site}.yaml -> suites/{suite}.yaml of those asked for -> sections of `--configfile` -> `set=`. Named files are
-looked for in the user's own folder (`configs=`), too. Every key and value of every layer is checked against the schema
-on its own, so that all mistakes are reported at once, each with the file it stands in.
+Layers, later ones win: schema defaults -> base.yaml -> a line of algorithms.yaml -> models/{model}.yaml ->
+recipes/{recipe}.yaml, if requested -> nodes/{model}_{n}.yaml or the planner's layout -> hardware/{hardware}.yaml ->
+sites/{site}.yaml -> suites/{suite}.yaml, as requested -> sections of `--configfile` -> `set=`. Named files may also be
+in the user's own folder (`configs=`). Every key and value of every layer is checked against the schema separately, so
+that all mistakes are reported at once, each with its file.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ from posttrain.config.strict_yaml import read_mapping
 from posttrain.document import ANY
 from posttrain.errors import Problem, raise_if_any
 
-# What the recipes of `config/nodes` are written for; on other machines their sizes mean nothing.
+# The machine of the recipes in `config/nodes`; their sizes are meaningless on others.
 RECIPE_GPUS_PER_NODE = 8
-# Keys that experiments of version 0.1 had, with the value that each could have, and behind which key they stood.
+# Keys in experiments of version 0.1, each with its only value and the key that preceded it.
 GONE_KEYS = {
     ("algorithm", "clip_ratio_high"): {"kl_coef": 0.0, "entropy_coef": 0.0},
     ("rollout", "temperature"): {"top_p": 1.0},
 }
 GONE = {f"{section}.{key}": value for (section, _), keys in GONE_KEYS.items() for key, value in keys.items()}
-# Values that are the same for all models.
+# Values that are equal for all models.
 BASE = "base.yaml"
 OWN_NODES = "engine.own_nodes"
 # Origin of a value that the planner chose.
@@ -68,9 +68,9 @@ class Resolved:
     Args:
         config: All values, typed.
         origins: Dotted key -> the layer that set it ("schema default", "config/base.yaml", "set=", ...).
-        run: Name of the run: `{model}-{digest8 of the experiment, and of the fork}` unless the user gave one.
-        fork: The state of another run that this one begins with, `RUN@STEP`; empty: it begins with the model's.
-        algorithm: What its combination of parts is called.
+        run: Name of the run: `{model}-{digest8 of the experiment, and of the fork}`, or the user's.
+        fork: The state of another run to start from, `RUN@STEP`; empty: the model's.
+        algorithm: Name of its combination of parts.
         request: `config/workflow.yaml` with the user's `--configfile` and `--config` on top.
     """
 
@@ -83,24 +83,24 @@ class Resolved:
 
     @property
     def experiment(self) -> dict[str, Any]:
-        """What is learned, as plain types: the content of `experiment.yaml`."""
+        """The experiment as plain types: the content of `experiment.yaml`."""
         return experiment_of(self.config)
 
 
 @dataclasses.dataclass(frozen=True)
 class Chosen:
-    """What the planner chose where no recipe does.
+    """The planner's choices for values without a recipe.
 
     Args:
         values: Dotted key -> value.
-        problems: Why nothing that it could choose works.
+        problems: Why no choice works.
     """
 
     values: Mapping[str, Any]
     problems: tuple[Problem, ...] = ()
 
 
-# (configuration with the schema's layout, origins of the values that a layer has set) -> layout
+# (configuration with the schema's layout, origins of values set by layers) -> layout
 ChooseLayout = Callable[[schema.Config, Mapping[str, str]], Chosen]
 
 
@@ -110,12 +110,12 @@ def merge(workflow: Mapping[str, Any], config_dir: Path, choose_layout: ChooseLa
     Args:
         workflow: `config/workflow.yaml` with the user's `--configfile` and `--config` on top (`config.request`).
         config_dir: The folder `config/`.
-        choose_layout: Chooses the layout when `config/nodes` has no recipe for this model and node count; None leaves
+        choose_layout: Chooses the layout if `config/nodes` has no recipe for this model and node count; None keeps
             the schema's.
 
     Raises:
-        ConfigError: With every problem found: unknown keys (with the nearest known one), wrong types, values out of
-            range, and rules that join several keys.
+        ConfigError: Contains all problems: unknown keys (with the nearest known one), wrong types, values out of
+            range, and violated rules between keys.
     """
     request = parse_request(workflow)
     names = request.names
@@ -130,14 +130,14 @@ def merge(workflow: Mapping[str, Any], config_dir: Path, choose_layout: ChooseLa
 
 
 def _with_layers(request: Request, config_dir: Path, takes_recipe: bool = True) -> tuple[_Merger, bool]:
-    """Return all layers that a request names, and whether the layout of the ranks is a recipe's."""
+    """Return all layers of a request, and whether a recipe sets the parallel layout."""
     names, merger = request.names, _Merger(config_dir, request.own_folder)
     merger.problems += request.problems
     merger.add_file(BASE)
     merger.add_choice("models", "model", names.get("model"))
     if names.get("recipe") is not None:
         merger.add_choice("recipes", "recipe", names["recipe"])
-    # A wrong count is a problem by now; the model's own lets the other checks go on.
+    # A wrong count is already reported; continue the checks with the model's default.
     given = names.get("nodes") if is_count(names.get("nodes")) else None
     nodes = given or merger.get("defaults.nodes") or 1
     merger.add_value("nodes", nodes, "--config nodes" if given else "the model's default")
@@ -152,7 +152,7 @@ def _with_layers(request: Request, config_dir: Path, takes_recipe: bool = True) 
     merger.add_tree(request.sections, "--configfile")
     merger.add_overrides(names.get("set"))
     merger.add_preset()
-    # A recipe is about ranks and engines on all of its nodes, unless it says otherwise itself.
+    # A recipe places ranks and engines on all of its nodes, unless it sets this itself.
     if has_recipe and (merger.get(OWN_NODES) or 0) != (merger.look_up(recipe, *OWN_NODES.split(".")) or 0):
         return _with_layers(request, config_dir, takes_recipe=False)
     return merger, has_recipe
@@ -161,8 +161,8 @@ def _with_layers(request: Request, config_dir: Path, takes_recipe: bool = True) 
 def experiment_of(config: schema.Config) -> dict[str, Any]:
     """Return the sections that define what is learned, as plain types.
 
-    A run keeps its name, and its file its bytes, when the schema grows: what a key's declaration calls `unnamed` is
-    left out, and keys that are gone stay in their places.
+    A run keeps its name, and the file its bytes, when the schema changes: values declared `unnamed` are left out, and
+    removed keys keep their places.
     """
     sections = {name: _named(name, getattr(config, name)) for name in schema.EXPERIMENT_SECTIONS}
     sections["model"]["source"] = _named("source", config.model.source)
@@ -172,7 +172,7 @@ def experiment_of(config: schema.Config) -> dict[str, Any]:
 
 
 def _named(name: str, section: Any) -> dict[str, Any]:
-    """Return a section as the experiment has it."""
+    """Return a section in the form of the experiment."""
     unnamed = {f.name: f.metadata["unnamed"] for f in dataclasses.fields(section) if "unnamed" in f.metadata}
     found: dict[str, Any] = {}
     for key, value in dataclasses.asdict(section).items():
@@ -196,12 +196,12 @@ def dump_yaml(content: Mapping[str, Any]) -> str:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Read a file of the configuration, or what `dump_yaml` wrote."""
+    """Read a configuration file, or a file from `dump_yaml`."""
     return read_mapping(path, load=_constructed)
 
 
 def _constructed(text: str) -> Any:
-    """Return what a YAML text says by OmegaConf's rules: `1e-4` is a number, a date is text."""
+    """Parse a YAML text by OmegaConf's rules: `1e-4` is a number, a date is text."""
     try:
         return OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
     except OmegaConfBaseException as error:
@@ -209,7 +209,7 @@ def _constructed(text: str) -> Any:
 
 
 def dump_resolved(resolved: Resolved) -> str:
-    """Return the whole configuration as YAML, each line followed by a comment that tells where its value came from."""
+    """Return the whole configuration as YAML, each line followed by a comment with the origin of its value."""
     lines = []
     for depth, key, dotted, value in walk(dataclasses.asdict(resolved.config)):
         indent = "  " * depth
@@ -224,7 +224,7 @@ def load_resolved(path: Path) -> schema.Config:
     """Read a `config.resolved.yaml` back into the typed configuration.
 
     Raises:
-        ConfigError: When the file does not fit the schema of this version.
+        ConfigError: The file does not match the schema of this version.
     """
     merger = _Merger(path.parent)
     merger.add_file(path.name)
@@ -232,7 +232,7 @@ def load_resolved(path: Path) -> schema.Config:
 
 
 class _Merger:
-    """Adds layers one by one, keeps the origin of each value and every problem met on the way."""
+    """Adds layers one by one, and records the origin of each value and all problems."""
 
     def __init__(self, config_dir: Path, own_folder: Path | None = None):
         self._dir, self._own = config_dir, own_folder
@@ -245,7 +245,7 @@ class _Merger:
         self.problems: list[Problem] = []
 
     def add_choice(self, folder: str, key: str, name: Any) -> None:
-        """Add `{folder}/{name}.yaml`; an unknown name is a problem that lists the known ones."""
+        """Add `{folder}/{name}.yaml`; an unknown name becomes a problem that lists the known names."""
         if key in {problem.key for problem in self.problems}:
             self._lacks_a_layer = True
             return
@@ -259,7 +259,7 @@ class _Merger:
             self._lacks_a_layer = True
 
     def add_optional_file(self, name: str) -> bool:
-        """Add a layer if its file exists; returns whether it does."""
+        """Add a layer if its file exists, and return whether it does."""
         if self._find(name).exists():
             self.add_file(name)
             return True
@@ -271,7 +271,7 @@ class _Merger:
         return self._read(PRESETS)
 
     def add_preset(self) -> None:
-        """Add the line of `algorithms.yaml` that `algorithm.preset` names, below all layers but `base.yaml`."""
+        """Add the line of `algorithms.yaml` that `algorithm.preset` names, as the layer after `base.yaml`."""
         lines, name = self.presets, self.get("algorithm.preset")
         if name not in lines:
             remedy = did_you_mean(str(name), lines) or "choose one, and set its parts with set='algorithm....'"
@@ -285,7 +285,7 @@ class _Merger:
         self.problems += unused_numbers(all_defaults(self._values) | self._values, chosen)
 
     def add_chosen(self, choose_layout: ChooseLayout) -> None:
-        """Add the planner's layout; called last, because it depends on everything that the other layers set."""
+        """Add the planner's layout; called last, because it depends on all other layers."""
         chosen = choose_layout(self._typed_config(), dict(self.origins))
         for key, value in chosen.values.items():
             self.add_value(key, value, PLANNER)
@@ -299,12 +299,12 @@ class _Merger:
     def add_tree(self, tree: Mapping[Any, Any], origin: str) -> None:
         """Add nested values as a layer."""
         for _, _, dotted, value in walk(tree):
-            # A mapping is walked into; only one that the schema does not know is reported as a whole.
+            # Mappings are processed key by key; an unknown one is reported as a whole.
             if not isinstance(value, dict) or not self._is_section(dotted):
                 self.add_value(dotted, value, origin)
 
     def look_up(self, name: str, section: str, key: str) -> Any:
-        """Return a value of a file that is not a layer yet; None where there is none."""
+        """Return a value of a file that is not a layer yet, or None."""
         values = self._read(name).get(section) if self._find(name).exists() else None
         return values.get(key) if isinstance(values, dict) else None
 
@@ -318,7 +318,7 @@ class _Merger:
         return [self._dir, *([self._own] if self._own else [])]
 
     def _find(self, name: str) -> Path:
-        """Return where a file is; one that stands in both folders is a problem: which is meant is not to be guessed."""
+        """Return the path of a file; a file in both folders is a problem, because the choice would be a guess."""
         found = [folder / name for folder in self._folders if (folder / name).exists()]
         if len(found) > 1 and not any(problem.value == str(found[1]) for problem in self.problems):
             remedy = "give it another name"
@@ -360,20 +360,20 @@ class _Merger:
         self.origins[key] = origin
 
     def get(self, key: str) -> Any:
-        """Return a value set so far, None where it is not."""
+        """Return a value that was set so far, or None."""
         return self._values.get(key)
 
     def finish(self) -> schema.Config:
-        """Return the typed configuration, or raise with all problems."""
+        """Return the typed configuration, or raise an error with all problems."""
         config = self._typed_config()
         raise_if_any([*self._refusals, *check_consistency(config)])
         return config
 
     def _typed_config(self) -> schema.Config:
-        """Return the typed configuration before its values are held against each other."""
+        """Return the typed configuration before rules between values are checked."""
         known = {key: value for key, value in (all_defaults(self._values) | self._values).items() if value != "???"}
         refused = {problem.key for problem in self.problems}
-        # With a layer missing, what it would have set is not the user's omission.
+        # If a layer is missing, do not report its values as missing, too.
         omitted = () if self._lacks_a_layer else self._types.keys() - known.keys() - refused
         self.problems += [
             Problem(key, "not set", TYPE_NAMES[kind], "set it in the model's, hardware's or site's file, or with set=")
@@ -389,6 +389,6 @@ class _Merger:
 
 
 def run_name(config: schema.Config, fork: str) -> str:
-    """Return the name of a run that was given none."""
+    """Return the default name of a run."""
     experiment = experiment_of(config)
     return f"{config.model.name}-{digest8([experiment, fork] if fork else experiment)}"

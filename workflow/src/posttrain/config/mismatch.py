@@ -1,4 +1,4 @@
-"""The section `trainer.mismatch`: how far trainer and engine may be apart before somebody must know."""
+"""The section `trainer.mismatch`: limits of the difference between trainer and engine."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from posttrain.document import _doc
 class MismatchLimits:
     """Largest mean |trainer - engine| log-probability of a step's tokens, in nats, by the coarsest precision in it.
 
-    FP32 on both sides differs by 1e-7 (measured on the small GLM-5); a wrong formula, by more than 1e-2. BF16: 0.011
-    was published for a dense model of 4B parameters, and NVIDIA's NeMo RL fails its tests where the mean of
+    Two FP32 implementations differ by 1e-7 (measured on the small GLM-5); with a wrong formula, by more than 1e-2.
+    BF16: 0.011 was published for a dense model of 4B parameters, and NVIDIA's NeMo RL fails its tests if the mean of
     exp(|difference|) reaches 1.05. FP8 weights: 0.013 on the small GLM-5, 0.04 to 0.07 published for a large sparse
-    one, and slime fails its tests above 0.1. An engine with other weights than it should have is at 0.7.
+    model, and slime fails its tests above 0.1. An engine with wrong weights differs by 0.7.
     """
 
     action: str = _doc(

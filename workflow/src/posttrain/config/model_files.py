@@ -1,4 +1,4 @@
-"""Files of the user's that replace the checkpoint's: its tokenizer and its chat template."""
+"""The user's files that replace the checkpoint's tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def read_model_files(model: Model) -> dict[str, bytes]:
     """Return the files that replace the checkpoint's: name in the checkpoint -> content.
 
     Raises:
-        ConfigError: `model.tokenizer` is no folder with a tokenizer.json, or `model.chat_template` is no text file.
+        ConfigError: `model.tokenizer` has no tokenizer.json, or `model.chat_template` is not a text file.
     """
     files: dict[str, bytes] = {}
     if model.tokenizer:
@@ -36,7 +36,7 @@ def read_model_files(model: Model) -> dict[str, bytes]:
 
 
 def model_digests(model: Model) -> tuple[list[str], list[Problem]]:
-    """Return the digests that make these files part of the run's identity, and what is wrong with the files."""
+    """Return the digests that make these files part of the run's identity, and problems of the files."""
     try:
         files = read_model_files(model)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""The names by which models of `config/models` are known: their files and their repositories."""
+"""Names of the models in `config/models`: their files and repositories."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from posttrain.config.load import read_yaml
 
 
 def known_models(folders: Iterable[Path]) -> Iterator[tuple[str, str]]:
-    """Yield (a name without its punctuation, ours) of each model's file and repository."""
+    """Yield (plain name, our name) for each model's file and repository."""
     for folder in folders:
         for path in sorted((folder / "models").glob("*.yaml")):
             yield plain_name(path.stem), path.stem
@@ -20,5 +20,5 @@ def known_models(folders: Iterable[Path]) -> Iterator[tuple[str, str]]:
 
 
 def plain_name(name: str) -> str:
-    """Return a name without what projects write in different ways."""
+    """Return a name without the punctuation in which projects differ."""
     return re.sub(r"[^a-z0-9.]", "", name.lower())

@@ -1,4 +1,4 @@
-"""The optimizer, and its learning rate over the run."""
+"""The section `optimizer`, with the learning-rate schedule."""
 
 from __future__ import annotations
 

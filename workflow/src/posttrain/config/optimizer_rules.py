@@ -1,4 +1,4 @@
-"""The rules of learning rate and balance of experts, and of what is looked at while a model is trained."""
+"""Rules of the learning rate, the balance of experts, and monitoring during training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Problems = Iterator[Problem]
 
 
 def _learning_rate(config: Config) -> Problems:
-    # A step may hold several updates; they share its learning rate.
+    # A step may have several updates, which share its learning rate.
     optimizer, num_steps = config.optimizer, config.training.num_steps
     steps, share = optimizer.lr_warmup_steps, optimizer.lr_warmup_share
     left = num_steps - warmup_steps(config)

@@ -1,4 +1,4 @@
-"""The values of `set=`: words like a shell's, each `key=value`."""
+"""Parses `set=`: `key=value` words with a shell's quoting."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from posttrain.config.strict_yaml import faults_of
 def parse_overrides(text: str) -> dict[str, Any]:
     """Return dotted key -> value of `key=value key=value`.
 
-    A value is YAML, except that text stays as it was written: `model.source.revision=12e4567` is not infinity.
+    A value is YAML, but values of text keys are kept as written: `model.source.revision=12e4567` is not infinity.
 
     Raises:
-        ValueError: The text has another form, or a value is not safe to read.
+        ValueError: A word is not `key=value`, or a value is not safe to parse.
     """
     words = shlex.split(text)
     written = {}
@@ -43,5 +43,5 @@ def parse_overrides(text: str) -> dict[str, Any]:
 
 
 def _as_written(value: Any, text: str | None) -> Any:
-    """Return the text where YAML made something else of it; null stays none, and quotes are YAML's."""
+    """Return the original text if YAML read it as another type; null stays None, and YAML removes quotes."""
     return value if text is None or value is None or isinstance(value, str) else text

@@ -1,4 +1,4 @@
-"""Regular expressions of the configuration, which are matched against what a model says."""
+"""Regular expressions of the configuration, which are matched against a model's output."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 
 
 def check_pattern(pattern: str) -> int:
-    """Refuse an invalid regular expression, and nested repetition such as "(a+)+", which may take exponential time.
+    """Reject an invalid regular expression, and nested repetition such as "(a+)+", which may take exponential time.
 
-    Nested repetition is recognised by its syntax alone, so some harmless patterns are refused. Some slow ones are
-    accepted; the deadline of the grader that uses them stops those.
+    Nested repetition is recognised by syntax only, so some harmless patterns are rejected. Some slow patterns are
+    accepted; the grader's time limit stops those.
 
     Returns:
         The number of groups in the pattern.
 
     Raises:
-        ValueError: With what is wrong.
+        ValueError: Contains the reason.
     """
     try:
         with warnings.catch_warnings():

@@ -1,6 +1,6 @@
-"""Algorithms by name: the lines of `algorithms.yaml`, and what a section `algorithm` is called.
+"""Named algorithms: the lines of `algorithms.yaml`, and the name of a section `algorithm`.
 
-No part knows another, so any combination works; one that no line has is called so.
+The parts are independent, so any combination works, including those without a preset.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PRESETS = "algorithms.yaml"
 
 
 def algorithm_name(config: schema.Config, presets: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the preset that has these parts, the chosen one first; otherwise what differs from the chosen one."""
+    """Return the preset with these parts, the chosen one first; otherwise the differences from the chosen one."""
     algorithm = config.algorithm
     if config.training.objective == "sft":
         return "supervised fine-tuning"
@@ -29,11 +29,11 @@ def algorithm_name(config: schema.Config, presets: Mapping[str, Mapping[str, Any
 
 
 def unused_numbers(values: Mapping[str, Any], chosen: Collection[str]) -> Iterator[Problem]:
-    """Yield what was set and no chosen part uses.
+    """Yield values that were set but are not used by any chosen part.
 
     Args:
         values: Dotted key -> value.
-        chosen: Keys that the user, or a file of his, has set.
+        chosen: Keys set by the user, directly or in a file.
     """
     for key, _, limits in fields_of(schema.Config):
         for part, users in limits.get("used_by", {}).items():
@@ -44,7 +44,7 @@ def unused_numbers(values: Mapping[str, Any], chosen: Collection[str]) -> Iterat
 
 
 def check_bounds(config: schema.Config) -> Iterator[Problem]:
-    """Yield bounds that leave nothing between them, and what another setting makes useless."""
+    """Yield empty ranges, and values that another setting makes useless."""
     settings = config.algorithm
     if settings.old_logprobs == "engine" and settings.correction != "none":
         allowed = "none with algorithm.old_logprobs=engine: the ratio itself compares with the engine"

@@ -1,8 +1,8 @@
-"""What a user asks for: the names that choose files, and values of one's own in a file for `--configfile`.
+"""Parses a user's request: names that choose files, and sections with values.
 
-Snakemake hands over one mapping: `config/workflow.yaml`, the files of `--configfile` on top, then `--config`. Its keys
-are names (`model: glm5`) and sections of the configuration (`optimizer: {lr: 1e-4}`). Of `model`, `hardware` and
-`site`, which are both, a section says with `name` which file it changes.
+Snakemake passes one mapping: `config/workflow.yaml`, updated by the files of `--configfile` and then by `--config`. Its
+keys are names (`model: glm5`) and sections of the configuration (`optimizer: {lr: 1e-4}`). `model`, `hardware` and
+`site` are both: as a section, they name the file that they change with the key `name`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from posttrain.config import schema
 from posttrain.config.fields import did_you_mean, is_misread_text
 from posttrain.errors import Problem
 
-# What `--config` and workflow.yaml may hold besides sections.
+# Keys of `--config` and workflow.yaml that are no sections.
 WORKFLOW_KEYS = (
     "model",
     "recipe",
@@ -35,16 +35,16 @@ WORKFLOW_KEYS = (
     "lengths",
     "expert_imbalance",
 )
-# Keys of these that are text. Snakemake makes a number of what looks like one: `run=12e4567` is infinity to it.
+# Text keys among these. Snakemake reads text that looks like a number as one: `run=12e4567` becomes infinity.
 TEXTS = ("model", "recipe", "hardware", "site", "suites", "configs", "run", "fork", "set", "lengths")
 SECTIONS = tuple(field.name for field in dataclasses.fields(schema.Config) if field.name != "nodes")
-# Sections of which a file is chosen by name.
+# Sections whose file is chosen by name.
 CHOSEN = ("model", "hardware", "site")
 # A run's name becomes a folder's.
 RUN_NAME = r"[A-Za-z][A-Za-z0-9._-]{0,99}"
-# A folder beside the runs'.
+# A folder next to the runs.
 RESERVED_NAMES = ("plans", "serving")
-# A run and how many of its steps stay: a step that has a checkpoint.
+# A run and the number of finished steps to keep, which must have a checkpoint.
 FORK = rf"{RUN_NAME}@[1-9][0-9]*"
 
 
@@ -53,9 +53,9 @@ class Request:
     """The parsed request of a user.
 
     Args:
-        names: Key -> value of everything outside of sections, and of keys that choose files; text keys hold text.
+        names: Key -> value of keys outside sections and of keys that choose files; text keys have text values.
         sections: Section -> its values, nested as in a file.
-        problems: Values that are rejected.
+        problems: Problems of rejected values.
     """
 
     names: Mapping[str, Any]
@@ -64,18 +64,18 @@ class Request:
 
     @property
     def own_folder(self) -> Path | None:
-        """The user's own folder, laid out as `config/`."""
+        """The user's own folder, with the layout of `config/`."""
         return Path(str(self.names["configs"])).expanduser() if self.names.get("configs") else None
 
     @property
     def suites(self) -> list[str]:
-        """Names of the files of evaluation suites: `suites=gsm8k,math500`, or a list of a file."""
+        """Names of evaluation suites: `suites=gsm8k,math500`, or a list in a file."""
         given = self.names.get("suites") or []
         return [str(name) for name in given] if isinstance(given, list) else str(given).split(",")
 
 
 def parse_request(workflow: Mapping[str, Any]) -> Request:
-    """Sort the keys that Snakemake hands over, and check what is no section."""
+    """Sort the keys that Snakemake passes, and check those that are no sections."""
     names: dict[str, Any] = {}
     problems: list[Problem] = []
     sections: dict[str, Mapping[Any, Any]] = {}
@@ -97,7 +97,7 @@ def parse_request(workflow: Mapping[str, Any]) -> Request:
 
 
 def is_count(value: Any) -> bool:
-    """Return whether a value counts nodes."""
+    """Return whether a value is a valid number of nodes."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 

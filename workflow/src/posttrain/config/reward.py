@@ -1,4 +1,4 @@
-"""How responses are graded (docs/rewards.md); which grader grades is `data.reward`."""
+"""The section `reward`: grading of responses (docs/rewards.md); `data.reward` chooses the grader."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from posttrain.config.services import Judge, Service
 from posttrain.document import ANY, _doc
 
 THINK_THEN_ANSWER = r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*"
-# The graders that the project brings.
+# The built-in graders.
 BUILT_IN = (
     *("exact_match", "choice", "f1", "math", "math_answer", "math_dapo", "math_deepscaler"),
     *("format", "length", "overlong", "repetition", "reasoning_gym"),

@@ -1,11 +1,11 @@
 """`data.reward`: one grader, or several with weights, as a sum.
 
-    math                           one
-    math + 0.2*format              the reward of a response is its score plus a fifth of its format's
-    rewards.py:score + -0.1*length one of the user's own, less a tenth of the length's
+    math                           one grader
+    math + 0.2*format              the score of math plus a fifth of format's score
+    rewards.py:score + -0.1*length the user's own grader, minus a tenth of length's score
 
 The first grader decides whether a response passes; the others shape the reward. A grader that does not apply to a
-response (None) adds nothing; a response to which none applies has no reward.
+response (None) adds nothing; a response without any applicable grader has no reward.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from dataclasses import dataclass
 
 from posttrain.errors import ConfigError, Problem
 
-# What a first grader gives for a right answer.
+# Score of a first grader for a right answer.
 PASSING_SCORE = 1.0
-# The trainer computes in FP32, with differences of rewards and twice that: a quarter of its largest number is safe.
+# The trainer computes differences of rewards in FP32 and doubles them: a quarter of the largest FP32 number is safe.
 MAX_NUMBER = 2.0**126
 _TERM = re.compile(r"\s*(?:(?P<weight>-?(?:\d+\.?\d*|\.\d+)(?:[eE]-?\d+)?)\s*\*\s*)?(?P<name>[^\s*]+)\s*")
 
 
 @dataclass(frozen=True)
 class Term:
-    """A grader and what its score counts.
+    """A grader and the weight of its score.
 
     Args:
-        grader: A name in `rl.reward.grade.GRADERS`, of a service or judge, or `path.py:function`.
-        weight: A finite number other than 0.
+        grader: A name in `rl.reward.grade.GRADERS`, the name of a service or judge, or `path.py:function`.
+        weight: A finite number except 0.
     """
 
     grader: str
@@ -38,7 +38,7 @@ class Term:
 
     @property
     def is_own(self) -> bool:
-        """Whether the grader is a function of the user's own."""
+        """Whether the grader is the user's own function."""
         return ":" in self.grader
 
     @property
@@ -51,11 +51,11 @@ def parse_reward(text: str, key: str = "data.reward") -> tuple[Term, ...]:
     """Return the terms of a reward, in order.
 
     Args:
-        text: See the head of this file.
-        key: Where it stands, for the message.
+        text: See the module docstring.
+        key: Its configuration key, for the message.
 
     Raises:
-        ConfigError: It cannot be read, a weight is 0 or not finite, or two terms have one name.
+        ConfigError: The text is malformed, a weight is 0 or not finite, or two terms have the same name.
 
     Example:
         "math + 0.2*format" -> (Term("math", 1.0), Term("format", 0.2))
@@ -78,19 +78,19 @@ def parse_reward(text: str, key: str = "data.reward") -> tuple[Term, ...]:
 
 
 def is_usable(number: float) -> bool:
-    """Return whether the trainer can compute with a score, a reward or a metric; NaN and infinities are not usable."""
+    """Return whether the trainer can compute with a score, reward or metric; NaN and infinity are not usable."""
     return abs(number) <= MAX_NUMBER
 
 
 def total(terms: Sequence[Term], scores: Mapping[str, float | None]) -> float | None:
-    """Return the reward of a response; None where no grader applies to it.
+    """Return the reward of a response; None if no grader applies.
 
     Args:
-        terms: Of `parse_reward`.
-        scores: Column -> score; None where the grader does not apply.
+        terms: From `parse_reward`.
+        scores: Column -> score; None if the grader does not apply.
 
     Raises:
-        OverflowError: A product, or the sum, is not usable; names the grader.
+        OverflowError: A product or the sum is not usable; names the grader.
 
     Example:
         "math + 0.2*format" with math 1 and format 0.5: 1.1; with math None: 0.1.
@@ -104,7 +104,7 @@ def total(terms: Sequence[Term], scores: Mapping[str, float | None]) -> float | 
             raise OverflowError(
                 f"{term.weight:g}*{term.column} is {value:g} with a score of {scores[term.column]:g}, {remedy}"
             )
-    # No term is larger, and a sum of fewer than 2**800 such numbers is a float.
+    # Every term is at most this large, so a sum of fewer than 2**800 terms fits a float.
     reward = math.fsum(found.values())
     if not is_usable(reward):
         terms_shown = " + ".join(f"{term.weight:g}*{term.column} = {value:g}" for term, value in found.items())

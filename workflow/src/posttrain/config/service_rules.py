@@ -1,4 +1,4 @@
-"""The rules of `reward.services` and `reward.judges`. No message shows what may be a secret in the wrong place."""
+"""Rules of `reward.services` and `reward.judges`. Messages never show text that may be a misplaced secret."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from posttrain.config.suites import suite_rewards
 from posttrain.errors import Problem
 
 Problems = Iterator[Problem]
-# As a term of `data.reward`, and as a part of a metric's name.
+# Names are terms of `data.reward` and parts of metric names.
 _NAME = r"[A-Za-z][A-Za-z0-9_-]{0,99}"
-# Small letters are refused: a token that stands here by mistake nearly always has some.
+# Lower-case letters are rejected, because a token that was written here by mistake nearly always has some.
 _VARIABLE = r"[A-Z][A-Z0-9_]*"
 
 
 def addresses(config: Config, only_used: bool = False) -> Iterator[tuple[str, str, Address]]:
-    """Yield (section, name, settings) of every service and judge, or of those that a reward names."""
+    """Yield (section, name, settings) of every service and judge, or of those used in a reward."""
     rewards = [*trained_rewards(config).values(), *suite_rewards(config).values()] if only_used else []
     used = {term.grader for reward in rewards for term in parse_reward(reward)}
     for section, table in (("services", config.reward.services), ("judges", config.reward.judges)):
@@ -56,7 +56,7 @@ def _addresses(config: Config) -> Problems:
 
 
 def _wrong_url(url: str) -> str:
-    """Return what is wrong with an address, without what may be secret in it; "" for nothing."""
+    """Return the fault of an address without its possibly secret parts, or ""."""
     hidden = re.sub(r"(?<=//)[^/]*@|(?<=[?#]).*", "***", url)
     try:
         parts = urlsplit(url)
@@ -67,7 +67,7 @@ def _wrong_url(url: str) -> str:
 
 
 def _judges(config: Config) -> Problems:
-    """Whether the file of the prompt is there is found out once, when the command is given (`config.own_reward`)."""
+    """The prompt's file is checked once, at the start of a command (`config.own_reward`)."""
     for name, judge in config.reward.judges.items():
         section = f"reward.judges.{name}"
         for key in ("model", "prompt_file"):

@@ -1,4 +1,4 @@
-"""Graders that answer over a network: reward services and judges, each under a name of the user's."""
+"""Graders over a network: reward services and judges, under names chosen by the user."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from posttrain.document import ANY, _doc
 
-# The judge says it in words of its own, and this behind them.
+# The pattern of a verdict, which ends the judge's answer.
 VERDICT = r"(?i)\bverdict\b[\s:*]*(-?\w+(?:\.\d+)?)"
 
 
 @dataclass(frozen=True)
 class Address:
-    """What is asked over a network, and with how much patience. Nothing of it is part of the run's identity."""
+    """An address, with time limits and retries. It is not part of the run's identity."""
 
     url: str = _doc("Address, http:// or https://, without a user, a password or a query", "", unnamed=ANY)
     token_variable: str = _doc(

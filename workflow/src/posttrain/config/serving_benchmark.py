@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from posttrain.document import _doc
 
-# As the published tables have them.
+# The concurrencies of published tables.
 CONCURRENCIES = (1, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
@@ -31,5 +31,5 @@ class ServingBenchmark:
 
     @property
     def concurrencies(self) -> list[int]:
-        """The rows, as numbers."""
+        """The concurrencies as numbers."""
         return [int(number) for number in self.concurrency]

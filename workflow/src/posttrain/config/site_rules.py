@@ -1,4 +1,4 @@
-"""The rules of a site's keys: what a scheduler would refuse, or do wrongly, only after hours in its queue."""
+"""Rules of a site's keys that a scheduler would check only after hours in its queue, or not at all."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from posttrain.errors import Problem
 
 Problems = Iterator[Problem]
 TIME_LIMIT = r"(\d+)([mhd])"
-# Words of a variable's name whose value must stand in no file.
+# Words in the names of variables whose value must not be in any file.
 SECRET_WORDS = {"KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIALS"}
 MINUTES_OF = {"m": 1, "h": 60, "d": 24 * 60}
-# What our own keys ask for, or Snakemake's executor: twice on one command line, the later word would win silently.
+# Options that our keys or Snakemake's executor set: if given twice, the later one would win silently.
 OUR_OPTIONS = (
     "--partition", "--account", "--qos", "--constraint", "--time", "--nodes", "--ntasks", "--cpus-per-task", "--mem",
     "--mem-per-cpu", "--gpus", "--gres", "--ntasks-per-gpu", "--cpus-per-gpu", "--exclusive", "--requeue",
@@ -23,14 +23,14 @@ OUR_OPTIONS = (
 
 
 def check_launcher(config: Config) -> Problems:
-    """Yield what can be planned but not started by the site's launcher."""
+    """Yield the reasons why the site's launcher cannot start a configuration that can be planned."""
     if config.nodes > 1 and config.site.launcher == "local":
         remedy = "choose a site whose launcher is slurm or kubernetes, or only plan it"
         yield Problem("nodes", str(config.nodes), "1 with site.launcher=local, which is one machine", remedy)
 
 
 def check_preflight(config: Config) -> Problems:
-    """Yield why the nodes of a configuration cannot be looked at without training."""
+    """Yield the reasons why the nodes of a configuration cannot be checked without training."""
     yield from check_launcher(config)
     if config.site.launcher == "kubernetes":
         allowed = "local or slurm to look at nodes without training"
@@ -56,7 +56,7 @@ def _environments(config: Config) -> Problems:
             if not re.fullmatch(r"[A-Za-z_]\w*=.*", item):
                 yield Problem(key, repr(item), "NAME=value", "write the variable with its value")
             elif SECRET_WORDS & set((variable := item.partition("=")[0]).upper().split("_")):
-                # All values are copied into the run's folder and its report.
+                # Values are copied to the run's folder and report.
                 remedy = "export it where snakemake runs, or name it in site.kubernetes.secrets"
                 yield Problem(key, f"{variable}=...", "variables without secrets", remedy)
 

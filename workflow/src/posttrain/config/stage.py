@@ -1,4 +1,4 @@
-"""The section `stage`: what goes to each node's own disk, how it gets there, and what makes room for it."""
+"""The section `stage`: copies on each node's own disk."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The one reader of YAML that users write: nothing is dropped, misread or expanded without bound.
+"""The only reader of users' YAML: nothing is dropped, misread or expanded without bound.
 
-PyYAML keeps the last of two equal keys, reads `0100` as 64 and `1:30` as 90, and follows aliases that multiply. Those
-files are rejected here, with their lines, from the stream of parsing events: before anything is constructed.
+PyYAML keeps the last of duplicate keys, reads `0100` as 64 and `1:30` as 90, and expands nested aliases. Such files are
+rejected here, with line numbers, on the stream of parsing events, before anything is constructed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from yaml.resolver import Resolver
 
 from posttrain.errors import ConfigError, Problem, raise_if_any
 
-# The largest file of this project has 4 KB, 4 levels and 150 values.
+# The project's largest file has 4 KB, 4 levels and 150 values.
 MAX_BYTES = 2**20
 MAX_DEPTH = 32
 MAX_VALUES = 10_000
@@ -29,20 +29,20 @@ _RESOLVER = Resolver()
 _TEXT_TAG, _INT_TAG = "tag:yaml.org,2002:str", "tag:yaml.org,2002:int"
 # The merge key and, in YAML 1.1, the default value.
 _KEY_TAGS = (_TEXT_TAG, "tag:yaml.org,2002:merge", "tag:yaml.org,2002:value")
-# Octal and base 60: nobody who writes `0100` or `1:30` means 64 and 90.
+# Octal and base-60 numbers: nobody means 64 by `0100`, or 90 by `1:30`.
 _OTHER_BASE = re.compile(r"[-+]?0[0-9_]+|.*:.*")
 
 
 def read_mapping(path: Path, name: str = "", load: Callable[[str], Any] = yaml.safe_load) -> dict[Any, Any]:
-    """Return the keys and values of a YAML or JSON file; none for an empty one.
+    """Return the keys and values of a YAML or JSON file, which may be empty.
 
     Args:
         path: The file.
-        name: Its name in problems; by default its path.
-        load: Constructs the values of a text that has passed the checks.
+        name: Its name in problems; defaults to its path.
+        load: Constructs the values of a checked text.
 
     Raises:
-        ConfigError: The file cannot be read, is no mapping, is too large, or has a key twice, with each line.
+        ConfigError: The file cannot be read, is not a mapping, is too large, or has duplicate keys (with their lines).
     """
     name = name or str(path)
     try:
@@ -67,10 +67,10 @@ def read_mapping(path: Path, name: str = "", load: Callable[[str], Any] = yaml.s
 
 
 def faults_of(text: str) -> Iterator[tuple[str, str, str]]:
-    """Yield what is wrong with a YAML text, as (value, allowed, remedy); ends at the first limit that is exceeded.
+    """Yield the faults of a YAML text as (value, allowed, remedy); stops at the first exceeded limit.
 
     Raises:
-        yaml.YAMLError: It cannot be parsed.
+        yaml.YAMLError: The text cannot be parsed.
     """
     scan = _Scan()
     for event in yaml.parse(text, Loader=_PARSER):
@@ -91,19 +91,19 @@ def _read(path: Path) -> str:
     if len(content) > MAX_BYTES:
         raise ValueError(f"more than {MAX_BYTES} bytes")
     text = content.decode()
-    # JSON may be indented by tabs; its strings cannot hold any.
+    # JSON may be indented by tabs, which its strings cannot contain.
     return text.replace("\t", " ") if text.lstrip().startswith("{") else text
 
 
 @dataclasses.dataclass
 class _Collection:
-    """A mapping or sequence whose end has not been read yet.
+    """A mapping or sequence whose end was not read yet.
 
     Args:
         anchor: Its anchor, if it has one.
-        first: How many values stand before it.
+        first: Number of values before it.
         keys: Key -> its line; None for a sequence.
-        key: The key whose value comes next; None where a key comes next.
+        key: The key whose value comes next; None if a key comes next.
     """
 
     anchor: str | None
@@ -113,7 +113,7 @@ class _Collection:
 
 
 class _Scan:
-    """Counts values, aliases in full, and finds keys that stand twice."""
+    """Counts values, with aliases expanded, and finds duplicate keys."""
 
     def __init__(self) -> None:
         self.num_values = 0
@@ -121,7 +121,7 @@ class _Scan:
         self._sizes: dict[str, int] = {}
 
     def take(self, event: Event) -> Iterator[tuple[str, str, str]]:
-        """Take the next event and yield what is wrong with it."""
+        """Process the next event and yield its faults."""
         if isinstance(event, CollectionEndEvent):
             closed = self.open.pop()
             if closed.anchor:
@@ -136,11 +136,11 @@ class _Scan:
         elif isinstance(event, AliasEvent):
             if event.anchor in (parent.anchor for parent in self.open):
                 yield f"line {_line(event)}: *{event.anchor} inside of itself", "values that end", "write it out"
-            self.num_values += self._sizes.get(event.anchor, 0)  # 0 of a scalar
+            self.num_values += self._sizes.get(event.anchor, 0)  # 0 for a scalar
         self.num_values += 1
 
     def _place(self, event: Event) -> Iterator[tuple[str, str, str]]:
-        """Take an event as a key or a value of its collection."""
+        """Process an event as a key or a value of its collection."""
         parent, line = self.open[-1] if self.open else None, _line(event)
         if parent is None or parent.keys is None or parent.key is not None:
             if parent is not None:

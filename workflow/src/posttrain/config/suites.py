@@ -1,4 +1,4 @@
-"""Suites as the held-out prompts of a configuration of their own: what measures these measures those."""
+"""Turns suites into the held-out prompts of separate configurations, so that both are evaluated by the same code."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from posttrain.config.evaluation import Suite
 from posttrain.config.schema import Config
 from posttrain.errors import Problem
 
-# The name that held-out prompts have among suites.
+# The name of the held-out prompts among suites.
 HELD_OUT = "heldout"
-# Keys of a suite that say which rows it has; the others say how they are asked and graded.
+# Keys of a suite that determine its rows; the others are about sampling and grading.
 ROW_KEYS = (
     *("kind", "file", "repo_id", "revision", "subset", "split", "prompt_key", "label_key"),
     *("system_prompt", "prompt_template", "unlabeled", "num_prompts"),
@@ -22,11 +22,11 @@ ROW_KEYS = (
 
 
 def eval_tasks_of(config: Config) -> Mapping[str, Config]:
-    """Return what a run is measured on, by name, the held-out prompts first.
+    """Return the evaluations of a run by name, the held-out prompts first.
 
     Returns:
-        For each the configuration in which its prompts are the held-out ones: `data.reward`, `evaluation` and
-        `rollout.max_response_tokens` are those of the suite.
+        Name -> a configuration whose held-out prompts are the suite's, with the suite's `data.reward`, `evaluation`
+        and `rollout.max_response_tokens`.
     """
     return {HELD_OUT: config, **{name: _exam_of(config, suite) for name, suite in config.evaluation.suites.items()}}
 
@@ -38,7 +38,7 @@ def _exam_of(config: Config, suite: Suite) -> Config:
         config,
         data=dataclasses.replace(suite_data(suite), reward=suite.reward or config.data.reward),
         rollout=dataclasses.replace(rollout, max_response_tokens=longest),
-        # Functions that suites name do not belong to what is learned.
+        # The reward functions of suites are not part of the experiment.
         reward=dataclasses.replace(reward, own_digests=[*reward.own_digests, *evaluation.own_digests]),
         evaluation=dataclasses.replace(
             evaluation, num_samples_per_prompt=suite.num_samples_per_prompt, temperature=suite.temperature
@@ -47,31 +47,31 @@ def _exam_of(config: Config, suite: Suite) -> Config:
 
 
 def suite_data(suite: Suite) -> Data:
-    """Return a suite's rows as a section `data` whose training prompts they are."""
+    """Return a section `data` whose training prompts are a suite's rows."""
     said = {key: getattr(suite, key) for key in ROW_KEYS if key not in ("file", "num_prompts")}
-    # Who made a suite has decided what stands in it twice.
+    # Duplicates in a suite are its author's decision.
     fixed: dict[str, Any] = {"num_heldout_prompts": 1, "seed": 0, "reward": suite.reward, "duplicates": "keep"}
     return Data(train_file=suite.file, **said, **fixed)
 
 
 def rows_of(wanted: Suite | CalibrationPass) -> dict[str, Any]:
-    """Return what decides the rows of a suite or of a calibration pass."""
+    """Return the settings that determine the rows of a suite or of a calibration pass."""
     return {key: getattr(wanted, key) for key in ROW_KEYS} if isinstance(wanted, Suite) else dict(vars(wanted))
 
 
 def data_of(wanted: Suite | CalibrationPass) -> Data:
-    """Return the rows of a suite or of a calibration pass as a section `data` whose training prompts they are."""
+    """Return a section `data` whose training prompts are the rows of a suite or of a calibration pass."""
     return suite_data(wanted) if isinstance(wanted, Suite) else pass_data(wanted)
 
 
 def suite_rewards(config: Config) -> dict[str, str]:
-    """Return the rewards that suites name, by their keys."""
+    """Return key -> reward of each suite."""
     suites = config.evaluation.suites.items()
     return {f"evaluation.suites.{name}.reward": suite.reward for name, suite in suites if suite.reward}
 
 
 def evaluation_settings(config: Config) -> dict[str, Any]:
-    """Return what decides the result of an evaluation before or after training; without suites, as it always was."""
+    """Return the settings that determine an evaluation before or after training; without suites as in version 0.1."""
     evaluation = config.evaluation
     settings = {key: getattr(evaluation, key) for key in ("num_samples_per_prompt", "temperature", "seed")}
     if evaluation.suites:
@@ -89,7 +89,7 @@ def evaluation_is_due(config: Config, finished: int) -> bool:
 
 
 def check_pinned(config: Config) -> Iterator[Problem]:
-    """Yield suites that can be planned but not fetched."""
+    """Yield suites that can be planned but not downloaded."""
     for name, suite in config.evaluation.suites.items():
         if suite.kind == "hub" and suite.revision == UNPINNED:
             key = f"evaluation.suites.{name}.revision"

@@ -1,4 +1,4 @@
-"""The rules of a run on given responses: what belongs to sampling must say that nothing is sampled."""
+"""Rules of SFT runs: sampling must be switched off."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _rollout(config: Config) -> Problems:
 
 
 def _responses(config: Config) -> Problems:
-    # Its labels are all that is graded, and there is no text around them to learn.
+    # Graders of this kind compare labels only; there is no text around the labels to learn.
     data = config.data
     if not uses_engines(config) and data.kind in GENERATED and data.response_key:
         allowed = f"'' with data.kind={data.kind}, whose label is the response"

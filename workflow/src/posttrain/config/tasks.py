@@ -1,7 +1,7 @@
-"""Generators of reasoning-gym, by name and parameters: `data.task` and `data.task_parameters`.
+"""Tasks of reasoning-gym, by name and parameters: `data.task` and `data.task_parameters`.
 
-The package is an extra, and takes a second to import: it is asked only where a source is of its kind. Then its own
-configuration of the task says which parameters there are and what they may be, before anything starts.
+The package is an extra and takes a second to import, so it is imported only if a source needs it. Its own configuration
+of the task then validates the parameters, before anything starts.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from posttrain.errors import ConfigError, Problem
 
 PACKAGE = "reasoning-gym"
 REMEDY = "pip install 'posttrain[reasoning-gym]'"
-# Tasks that evaluate what a model has written as Python, or have sympy do so.
+# Tasks that evaluate a model's output as Python code, directly or with sympy.
 EVALUATE = (
     *("binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication"),
     *("puzzle24", "simple_integration", "spiral_matrix", "string_insertion"),
 )
-# What the workflow says itself.
+# Parameters that the workflow sets.
 OURS = {"seed": "data.seed", "size": "data.num_train_prompts and data.num_heldout_prompts"}
 
 
 def installed_version(data: Data) -> tuple[str, list[Problem]]:
-    """Return the version that makes the rows, empty where no source is of this kind, and what is wrong with tasks.
+    """Return the installed version ("" if no source needs the package) and the problems of the tasks.
 
-    Another version may make other rows of the same task, so it is part of a dataset's identity.
+    Another version may generate other rows for the same task, so the version is part of a dataset's identity.
     """
     problems: list[Problem] = []
     sources = {name: source for name, source in sources_of(data).items() if source.kind == "reasoning_gym"}
@@ -64,17 +64,17 @@ def load_task(name: str, words: tuple[str, ...], section: str = "data", seed: in
     """Return a task of reasoning-gym.
 
     Args:
-        name: Of the generator.
-        words: Its parameters, `NAME=VALUE` each.
-        section: Where both stand, for the message.
-        seed: Of its rows; grading asks for none.
-        size: How many rows it may be asked for; a few tasks draw something for each of them before the first.
+        name: Name of the task.
+        words: Its parameters, each `NAME=VALUE`.
+        section: Configuration section of both, for the message.
+        seed: Seed of the rows; not needed for grading.
+        size: Number of rows; a few tasks draw numbers for all rows in advance.
 
     Returns:
-        Its `ProceduralDataset`: `[i]` is a row with question, answer and metadata, and `score_answer` grades.
+        The task's `ProceduralDataset`: `[i]` is a row with question, answer and metadata, and `score_answer` grades.
 
     Raises:
-        ConfigError: There is no such task, or it does not take these parameters.
+        ConfigError: The task does not exist, or does not accept these parameters.
     """
     from reasoning_gym.factory import DATASETS
 
@@ -86,10 +86,10 @@ def load_task(name: str, words: tuple[str, ...], section: str = "data", seed: in
     given = _parameters(name, words, config_class, f"{section}.task_parameters")
     try:
         config = config_class(**given, seed=seed, size=size)
-        # Two of them have nothing to check.
+        # Two tasks have nothing to validate.
         getattr(config, "validate", lambda: None)()
         return make(config=config)
-    # What a generator makes of a value that it did not expect can be any error.
+    # A task may raise any error for an unexpected value.
     except Exception as error:
         allowed = f"what {name} takes: {error or type(error).__name__}"
         told = ", ".join(words) or "none"
@@ -97,7 +97,7 @@ def load_task(name: str, words: tuple[str, ...], section: str = "data", seed: in
 
 
 def _parameters(task: str, words: Sequence[str], config_class: type, key: str) -> dict[str, Any]:
-    """Return the parameters by their names, in the types that the task's configuration declares."""
+    """Return name -> parameter, with the types that the task's configuration declares."""
     types = typing.get_type_hints(config_class)
     known = {field.name: types[field.name] for field in dataclasses.fields(config_class) if field.name not in OURS}
     found: dict[str, Any] = {}
@@ -122,7 +122,7 @@ def _parameters(task: str, words: Sequence[str], config_class: type, key: str) -
 
 
 def _value(text: str, kind: Any) -> Any:
-    """Return a value as it is written in Python or JSON; what is neither is a text, and so is what has to be one."""
+    """Parse a value as Python or JSON; any other value, and every value of a text parameter, is text."""
     if isinstance(kind, type) and issubclass(kind, Enum) and text in [one.value for one in kind]:
         return kind(text)
     if kind is str:
@@ -136,7 +136,7 @@ def _value(text: str, kind: Any) -> Any:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Return whether a value is of a declared type; what belongs into a list, the task itself knows."""
+    """Return whether a value has a declared type; the task itself validates list items."""
     origin, arguments = typing.get_origin(kind) or kind, typing.get_args(kind)
     if origin is typing.Union:
         return any(_fits(value, one) for one in arguments)
