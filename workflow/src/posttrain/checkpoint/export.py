@@ -1,10 +1,9 @@
-"""A trained model in the layout of a Hub repository, from the trainer's distributed checkpoint.
+"""Exports a trained model from the trainer's distributed checkpoint to Hub layout.
 
-The origin, the checkpoint that training began with, gives the form: the same shards, the same index order,
-each tensor in the origin's precision, its config and tokenizer. The trainer's checkpoint gives the values.
-A copy (a tied model's output matrix, embedding and output matrix of an MTP layer) gets the value of what it copies.
-MTP layers that the trainer does not hold are the origin's. The origin's shards are split over parts that know nothing
-of each other, and values pass a few rows at a time.
+The origin, the checkpoint with which training began, determines the form: shards, order of the index, precision of each
+tensor, config and tokenizer. The trainer's checkpoint provides the values. Copies (a tied model's output matrix,
+embedding and output matrix of an MTP layer) get the value of their original. MTP layers that the trainer does not hold
+come from the origin. The origin's shards are divided over independent parts, and values are read a few rows at a time.
 """
 
 from __future__ import annotations
@@ -63,19 +62,19 @@ from posttrain.store import Receipt, RelativeName, hash_file, read_receipt, rece
 log = logging.getLogger(__name__)
 
 STEP, FINALIZE_STEP = "export_hf", "finalize_export_hf"
-# Large enough that reading costs no more calls than hashing takes, small beside the memory of each thread.
+# Large compared with the cost of a call, small compared with each thread's memory.
 _READ_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """The source and the form of an export.
+    """Source and form of an export.
 
     Args:
         trained: The trainer's checkpoint.
-        origin: The checkpoint that training began with.
-        placements: Hub name -> place in the trainer's checkpoint, of every tensor that it holds.
-        canary: What the trainer's model says of a few prompts; None where the checkpoint tells nothing of it.
+        origin: The checkpoint with which training began.
+        placements: Hub name -> placement in the trainer's checkpoint, for every tensor that it holds.
+        canary: The trainer's reference log-probabilities of a few prompts; None if the checkpoint has none.
     """
 
     trained: TorchDistReader
@@ -85,18 +84,18 @@ class TrainedModel:
 
 
 def open_trained(checkpoint: Path, origin: Path, arch: Architecture, keeps_mtp_copies: bool = False) -> TrainedModel:
-    """Open both sides and check that together they hold the whole model.
+    """Open both checkpoints, and check that together they hold the whole model.
 
     Args:
         checkpoint: A `torch_dist` folder, converted or written by training in any layout and precision; or the folder
-            in which slime, miles or Megatron-LM keep theirs.
+            of checkpoints of slime, miles or Megatron-LM.
         origin: Checkpoint in Hub layout.
         arch: Dimensions of the model.
-        keeps_mtp_copies: Embedding and output matrix of MTP layers are no copies, and stay the origin's.
+        keeps_mtp_copies: Embedding and output matrix of MTP layers are not copies, and come from the origin.
 
     Raises:
-        CheckpointError: When the origin is of another architecture, a file of the checkpoint is missing or
-            too short, a weight is missing or has another shape, or the checkpoint has an MTP layer in part.
+        CheckpointError: The origin has another architecture, a file is missing or too short, a weight is missing or has
+            another shape, or the checkpoint has only part of an MTP layer.
     """
     reader, trained = CheckpointReader(origin), TorchDistReader(newest_checkpoint(checkpoint))
     require_tensors(reader, arch)
@@ -128,7 +127,7 @@ def _wrong_shapes(trained: TorchDistReader, placements: Mapping[str, Placement])
 
 
 def _missing(found: Mapping[str, Placement | None], arch: Architecture) -> list[str]:
-    """Return what the trainer must hold but does not; the MTP layers may be absent, but only altogether."""
+    """Return the keys that the trainer's checkpoint lacks; MTP layers may be absent, but only as a whole."""
     table = by_hf_name(arch)
     absent = {table[name].key for name, place in found.items() if place is None}
     mtp_keys = {key for key in by_key(arch) if key.startswith("mtp.")}
@@ -137,18 +136,18 @@ def _missing(found: Mapping[str, Placement | None], arch: Architecture) -> list[
 
 
 def checkpoint_of(folder: Path, receipt: Receipt) -> Path:
-    """Return the `torch_dist` folder that a receipt speaks of.
+    """Return the `torch_dist` folder of a receipt.
 
     Args:
-        folder: What the receipt is about: a training's run folder, or the checkpoint itself.
-        receipt: Of a finished training, which names its final checkpoint, or of a converted checkpoint.
+        folder: The receipt's folder: a run folder of training, or the checkpoint itself.
+        receipt: Of finished training, with the name of its final checkpoint, or of a converted checkpoint.
     """
     name = receipt.settings.get("final_checkpoint", "")
     return folder / RelativeName(name) if name else folder
 
 
 def identify_checkpoint(folder: Path) -> str:
-    """Return the identity of a checkpoint without a receipt: the hash of its metadata."""
+    """Return the identity of a checkpoint without a receipt: its metadata's hash."""
     path = newest_checkpoint(folder) / METADATA_NAME
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file; not a torch_dist checkpoint")
@@ -159,12 +158,12 @@ def identify_checkpoint(folder: Path) -> str:
 
 
 class HubExport(Written):
-    """A trained model in Hub layout as a folder that is made in parts; see `steps.Making`.
+    """The exported folder, made in parts; see `steps.Making`.
 
     Args:
-        origin: The checkpoint that training began with: its shards are what the parts write.
-        made_from: Digests of both sides' receipts; a change makes all be written again.
-        trained: What the parts write; the last step needs none of it.
+        origin: The checkpoint with which training began; the parts write its shards.
+        made_from: Digests of both receipts; if one changes, all parts are written again.
+        trained: The values to write; the last step does not need them.
     """
 
     def __init__(self, origin: CheckpointReader, made_from: Mapping[str, str], trained: TrainedModel | None = None):
@@ -175,23 +174,23 @@ class HubExport(Written):
         return self._origin.index.files
 
     def files(self, part: int, num_parts: int) -> Sequence[OutputFile]:
-        """Return a part's share: consecutive shards of about equal bytes; their notes hold the hash of each tensor."""
+        """Return a part's shards, consecutive ones of about equal bytes; their notes hold the hash of each tensor."""
         assert self._trained, "a part was given what it writes"
         names = self._origin.index.files
         share = split_evenly([(self._origin.folder / name).stat().st_size for name in names], num_parts)[part]
-        # The last step opens no trained model: what belongs to none of the shards comes to it with the first.
+        # The last step opens no trained model, so the first shard's notes carry what belongs to no shard.
         notes = {names[0]: {"canary": self._trained.canary.as_dict()}} if self._trained.canary else {}
         return [_output_file(self._trained, self._made_from, names[i], notes.get(names[i], {})) for i in share]
 
     def settings(self, parts: Mapping[str, Description]) -> Mapping[str, Any]:
-        """Return `final_weights_sha256` of what the parts wrote, from the hashes that they took while writing."""
+        """Return `final_weights_sha256`, from the hashes that the parts computed while writing."""
         lines = {name: line for part in parts.values() for name, line in part.notes["tensors"].items()}
         return {"final_weights_sha256": hashlib.sha256("".join(lines[n] for n in sorted(lines)).encode()).hexdigest()}
 
     def complete(self, partial: Path, parts: Mapping[str, Description]) -> list[str]:
-        """Write the index and the canary, and copy config, tokenizer and the like.
+        """Write the index and the reference log-probabilities, and copy config, tokenizer and other files.
 
-        The origin's own canary, if it has one, is of other weights.
+        The origin's own reference log-probabilities, if any, are not copied: they are those of other weights.
         """
         specs = {name: info.spec for name, info in self._origin.infos.items()}
         write_index(partial, self._origin.index.weight_map, specs)
@@ -201,11 +200,10 @@ class HubExport(Written):
 
 
 def refuse_foreign_folder(folder: Path) -> None:
-    """Protect what something else put where the export would go.
+    """Reject a folder with files of another program at the export's path.
 
     Raises:
-        CheckpointError: When the folder exists and neither a receipt of an export nor the traces of an
-            unfinished one stand beside it.
+        CheckpointError: The folder exists, and has neither an export's receipt nor the traces of an unfinished export.
     """
     if not folder.exists() or description_path(folder, "").parent.exists():
         return
@@ -259,16 +257,16 @@ def _read_trained(model: TrainedModel, name: str) -> Iterator[torch.Tensor]:
 
 
 def final_weights_sha256(folder: Path, num_threads: int = 1) -> str:
-    """Return one hash of all weights of a checkpoint in Hub layout, whatever its shards.
+    """Return one hash of all weights of a checkpoint in Hub layout, independent of its shards.
 
     It is the SHA-256 of one line per tensor, sorted by name: name, dtype, shape and the SHA-256 of its bytes.
 
     Args:
         folder: The checkpoint.
-        num_threads: Tensors hashed at a time.
+        num_threads: Tensors hashed concurrently.
 
     Raises:
-        CheckpointError: When the checkpoint is not complete.
+        CheckpointError: The checkpoint is incomplete.
     """
     reader = CheckpointReader(folder)
     names = sorted(reader)

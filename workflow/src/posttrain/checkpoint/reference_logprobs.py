@@ -1,7 +1,7 @@
-"""Reference log-probabilities of a checkpoint: a few prompts, and the trainer's values for their continuations.
+"""Reference log-probabilities of a checkpoint: a few prompts, and the trainer's values for fixed continuations.
 
-Training writes it into its last checkpoint, an export takes it over, and so does whatever is quantised from that one:
-it lies in the folder, so that a copy of it has it, too. Servers of the folder are compared with it (`serving.canary`).
+Training writes the file into its last checkpoint; export and quantisation copy it, so it travels with the folder.
+`serving.canary` compares servers of the folder with it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class ReferencePrompt:
     """One conversation with a continuation.
 
     Args:
-        messages: As a client sends them.
-        tools: JSON schemas of the functions that a response may call, None for none.
-        prompt_tokens: What the model's own chat template makes of them.
-        response_tokens: The continuation, fixed.
-        logprobs: Natural-log probability of each of its tokens at temperature 1, by the trainer.
+        messages: Messages of a chat request.
+        tools: JSON schemas of the functions that a response may call; None without tools.
+        prompt_tokens: The messages rendered by the model's own chat template.
+        response_tokens: The fixed continuation.
+        logprobs: Natural-log probability of each response token at temperature 1, by the trainer.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -39,12 +39,12 @@ class ReferencePrompt:
 
 @dataclass(frozen=True)
 class ReferenceLogprobs:
-    """The prompts that a server of these weights is asked, with the expected log-probabilities.
+    """Prompts for a server of these weights, with the expected log-probabilities.
 
     Args:
-        trainer: In which precision the trainer computed: its `trainer.params_dtype`.
-        template_kwargs: Further variables of the chat template with which the prompts were rendered.
-        prompts: With at least one.
+        trainer: The trainer's precision: its `trainer.params_dtype`.
+        template_kwargs: Further variables of the chat template that rendered the prompts.
+        prompts: At least one prompt.
     """
 
     trainer: str
@@ -91,7 +91,7 @@ def read_reference_logprobs(folder: Path) -> ReferenceLogprobs | None:
     """Return a folder's reference log-probabilities; None if it has none.
 
     Raises:
-        CheckpointError: What is there is none.
+        CheckpointError: The file is invalid.
     """
     path = folder / CANARY_NAME
     try:

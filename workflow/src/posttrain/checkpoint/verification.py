@@ -1,10 +1,9 @@
-"""The proof of where every byte came from: each artefact's bytes are read again, each link is followed to the source.
+"""Verifies the provenance of every byte: reads each artefact again, and follows each link to the source.
 
-A link is the digest of a receipt that another receipt names. The chain ends at the Hub's own list of files, whose
-SHA-256 is compared too, at the local folder that was taken, at a step that makes its output from a seed, or at what
-another run has exported, whose chain is its own. What is missing on the way counts as wrong. No name and no date is
-trusted. Files of the run that nothing proves are counted at the end. A hand that writes receipts anew, too, is not
-found out: whoever may write there is trusted.
+A link is the digest of a receipt in another receipt. The chain ends at the Hub's list of files, whose SHA-256 is also
+compared, at a local folder, at a step that generates its output from a seed, or at another run's export, which has its
+own chain. A missing receipt or file is an error. Names and dates are not trusted. Files of the run without a receipt
+are counted at the end. Receipts that were rewritten consistently are not detected: users with write access are trusted.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ from posttrain.report.progress import ProgressBar
 from posttrain.report.provenance import Artifact, find_artefacts, find_store_artefacts
 from posttrain.store import MANIFEST_NAME, FileRecord, Paths, hash_file, read_json, receipt_of
 
-# Hashing keeps up with a few reads at a time; more would only compete for shared storage.
+# Enough for hashing to keep up with reads; more would compete for shared storage.
 NUM_HASH_THREADS = 8
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found about one artefact.
+    """Result for one artefact.
 
     Args:
         artefact: The artefact.
-        made_from: One line per link: name and digest of an input with the artefact that has it, or the source.
-        problems: One line for each thing that is wrong; empty when all is well.
+        made_from: One line per link: name and digest of an input with its artefact, or the source.
+        problems: One line per problem; empty if there are none.
     """
 
     artefact: Artifact
@@ -49,12 +48,12 @@ class Verdict:
 
 
 def verify(paths: Paths, content: bool = True, whole_run: bool = True) -> list[Verdict]:
-    """Check every artefact: receipt, links, each file, and that there are no other files and no gaps.
+    """Check every artefact: receipt, links and files, and that there are no other files and no gaps.
 
     Args:
-        paths: Of the run.
-        content: Read every byte; otherwise only names and sizes are compared.
-        whole_run: Up to the trained model; otherwise only what training begins with.
+        paths: Paths of the run.
+        content: Read every byte; otherwise compare only names and sizes.
+        whole_run: Check up to the trained model; otherwise only the inputs of training.
     """
     artefacts = find_artefacts(paths) if whole_run else find_store_artefacts(paths)
     building = {a.folder for a in artefacts if a.folder.name.endswith(".partial") and a.folder.is_dir()}
@@ -73,16 +72,16 @@ def verify(paths: Paths, content: bool = True, whole_run: bool = True) -> list[V
     for verdict in readable:
         verdict.problems.extend(_doubtful_record(verdict))
     if not all(folder.is_dir() for folder in building):
-        # A step has finished one meanwhile: its files have other names now, and its receipt vouches for all of them.
+        # A step has just finished one: its files have been renamed, and its receipt covers all of them.
         return verify(paths, content, whole_run)
     return verdicts
 
 
 def prove(paths: Paths, content: bool = True, whole_run: bool = True) -> dict[str, Any]:
-    """Verify, show what was found, and return it as plain JSON types; see `verify`.
+    """Verify, print the results, and return them as plain JSON types; see `verify`.
 
     Raises:
-        CheckpointError: Naming every bad file, receipt and link.
+        CheckpointError: Files, receipts or links are wrong; lists each.
     """
     verdicts = verify(paths, content, whole_run)
     print_verdicts(verdicts)
@@ -96,12 +95,12 @@ def prove(paths: Paths, content: bool = True, whole_run: bool = True) -> dict[st
 
 
 def find_uncovered(paths: Paths, verdicts: Iterable[Verdict]) -> list[str]:
-    """Return the files of the run that no receipt vouches for, relative to its folder: logs, leases, old records."""
+    """Return the files of the run without a receipt, relative to its folder: logs, leases, old records."""
     covered = {paths.experiment}
     for artefact in (verdict.artefact for verdict in verdicts):
         if artefact.receipt is not None:
             covered |= {artefact.folder / record.path for record in artefact.receipt.files}
-        # Not: results and records of nodes, which only say where the rest is.
+        # Results and node records are excluded, because they only name the location of the rest.
         if artefact.receipt_path.name.endswith((".receipt.json", paths.train_done.name, MANIFEST_NAME)):
             covered.add(artefact.receipt_path)
     if paths.train_done in covered:
@@ -116,7 +115,7 @@ def _count_by_folder(names: Iterable[str]) -> str:
 
 
 def describe(verdicts: Iterable[Verdict]) -> dict[str, Any]:
-    """Return what was verified as plain JSON types."""
+    """Return the verified artefacts as plain JSON types."""
     rows = [
         {
             "name": verdict.artefact.name,
@@ -136,7 +135,7 @@ def describe(verdicts: Iterable[Verdict]) -> dict[str, Any]:
 
 
 def print_verdicts(verdicts: Iterable[Verdict]) -> None:
-    """Print one row per artefact, with its links, on stdout."""
+    """Print one row per artefact, with its links, to stdout."""
     table = Table("artefact", "digest", "made from", show_edge=False, header_style="bold")
     table.add_column("files", justify="right")
     table.add_column("bytes", justify="right")
@@ -151,10 +150,10 @@ def print_verdicts(verdicts: Iterable[Verdict]) -> None:
 
 
 def raise_bad_files(verdicts: Iterable[Verdict]) -> None:
-    """Raise when anything is wrong.
+    """Raise if there are problems.
 
     Raises:
-        CheckpointError: Naming every bad file, receipt and link.
+        CheckpointError: Files, receipts or links are wrong; lists each.
     """
     if problems := [problem for verdict in verdicts for problem in verdict.problems]:
         listed = "\n  ".join(problems)
@@ -165,7 +164,7 @@ def raise_bad_files(verdicts: Iterable[Verdict]) -> None:
 
 
 def _find_gaps(paths: Paths, found: Iterable[Artifact], whole_run: bool) -> Iterator[Artifact]:
-    """Yield what must have a receipt and has none."""
+    """Yield the artefacts that must have a receipt but have none."""
     store = [paths.dataset, paths.hf, paths.hf_patched, paths.torch_dist, paths.rollout_weights]
     made = [paths.source_folder] if paths.resolved.config.model.source.kind in ("made", "run") else []
     needed = [receipt_of(folder) for folder in (*made, *store)]
@@ -195,7 +194,7 @@ def _follow_links(verdict: Verdict, known: Mapping[str, str]) -> None:
 
 
 def _unlike_run(artefact: Artifact, paths: Paths) -> Iterator[str]:
-    """Tell when training was done with another experiment, or begun otherwise, than the run's folder states."""
+    """Yield differences between the experiment of training and that of the run's folder."""
     if artefact.receipt_path != paths.train_done:
         return
     assert artefact.receipt is not None
@@ -212,7 +211,7 @@ def _unlike_run(artefact: Artifact, paths: Paths) -> Iterator[str]:
 
 
 def _unlisted_files(artefact: Artifact) -> list[str]:
-    """Name files in an artefact's folder that its receipt does not: nobody knows where they came from."""
+    """Return the files in an artefact's folder that its receipt omits: their origin is unknown."""
     if not artefact.is_whole_folder:
         return []
     assert artefact.receipt is not None
@@ -222,7 +221,7 @@ def _unlisted_files(artefact: Artifact) -> list[str]:
 
 
 def _doubtful_record(verdict: Verdict) -> Iterator[str]:
-    """Name the manifest of a checkpoint beside the files that differ from it: it has no digest that would clear it."""
+    """Yield a checkpoint's manifest if its files differ: without a digest, either of them may have changed."""
     if verdict.problems and verdict.artefact.receipt_path.name == MANIFEST_NAME:
         yield f"{verdict.artefact.receipt_path}: either this was changed, or what differs from it"
 
@@ -261,7 +260,7 @@ def _wrong_size(path: Path, record: FileRecord) -> str:
 
 
 def _compare(rows: list[tuple[Verdict, FileRecord]]) -> list[list[str]]:
-    """Read one file and return, for each of its names, what is wrong."""
+    """Read one file; return the problems of each of its names."""
     verdict, record = rows[0]
     path = verdict.artefact.folder / record.path
     sha256 = hashlib.sha256()
@@ -279,7 +278,7 @@ def _differences(path: Path, record: FileRecord, xxh3_128: str, sha256: str) -> 
 
 
 def _damaged_tensors(path: Path) -> str:
-    """Name the tensors of a distributed checkpoint whose own checksums fail, too."""
+    """Return the tensors of a distributed checkpoint whose own checksums also fail."""
     if not (path.parent / METADATA_NAME).is_file() or path.name == METADATA_NAME:
         return ""
     try:

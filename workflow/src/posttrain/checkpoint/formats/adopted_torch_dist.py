@@ -16,24 +16,24 @@ from posttrain.config.schema import Architecture
 from posttrain.errors import CheckpointError, ConfigError, Problem
 from posttrain.store import FileRecord, RelativeName
 
-# As many lines as a terminal shows; of another model all tensors differ.
+# About a terminal's height; with another model, all tensors differ.
 MAX_NAMED_TENSORS = 20
 
 
 def check_adoptable(folder: Path, arch: Architecture) -> list[str]:
-    """Check the names and shapes of all tensors, and that every file is there; no tensor is read.
+    """Check the names and shapes of all tensors, and that every file exists; reads no tensor.
 
     Args:
-        folder: Holds `.metadata`. Never written to.
+        folder: Has `.metadata`; is never written to.
         arch: Dimensions of the model.
 
     Returns:
         The checkpoint's files, sorted.
 
     Raises:
-        ConfigError: There is no such folder.
-        CheckpointError: Listing the tensors that are missing, not covered by the chunks, or of another shape or
-            precision; or the files that are missing or too short.
+        ConfigError: The folder does not exist.
+        CheckpointError: Lists tensors that are missing, not covered by the chunks, or of another shape or precision; or
+            files that are missing or too short.
     """
     if not folder.is_dir():
         remedy = "check the path and that it is mounted here; an iter_ folder is given itself, not its parent"
@@ -66,7 +66,7 @@ def _differences(reader: TorchDistReader, arch: Architecture) -> list[str]:
 
 
 def place_torch_dist(origin: Path, folder: Path, names: list[str], num_workers: int) -> tuple[FileRecord, ...]:
-    """Link or copy a checkpoint's files into `folder`; returns their records, sorted by path."""
+    """Link or copy a checkpoint's files into `folder`; return their records, sorted by path."""
     return place_files(
         origin, folder, [ListedFile(RelativeName(name), (origin / name).stat().st_size) for name in names], num_workers
     )

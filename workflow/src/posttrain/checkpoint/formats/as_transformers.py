@@ -1,8 +1,8 @@
-"""The values of a `config.json` that transformers' model computes with.
+"""The values of a `config.json` with which transformers' model computes.
 
-A missing key takes the default of the family's configuration class, which is not always that of the published models. A
-key may be given twice, or under another name. So that class reads both sides: the checkpoint's file, and a file
-with the values of `model.architecture`. Any difference would change the model's outputs.
+A missing key takes the default of the family's configuration class, which may differ from the published models' value.
+A key may be present twice, or under another name. So that class parses both the checkpoint's file and a file with the
+values of `model.architecture`. Any difference would change the model's outputs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from posttrain.config.families import dimensions, family_of, modelling_module
 from posttrain.config.schema import Architecture
 from posttrain.errors import Problem, one_line
 
-# Of the class's values, those that change no output of a forward pass.
+# The class's values that do not affect the outputs of a forward pass.
 _WITHOUT_EFFECT = {
     *("transformers_version", "architectures", "model_type", "dtype", "torch_dtype", "initializer_range"),
     *("use_cache", "attention_dropout", "pad_token_id", "bos_token_id", "eos_token_id", "output_router_logits"),
@@ -27,22 +27,22 @@ _WITHOUT_EFFECT = {
 }
 # Read by transformers although no configuration class declares them.
 _UNDECLARED = ("is_causal", "attention_chunk_size", "sliding_window", "head_dim", "original_max_position_embeddings")
-# Parts of the class that published files have as keys.
+# Attributes of the class that published files have as keys.
 _SAVED = {
     *("model_type", "name_or_path", "num_labels", "output_attentions", "rope_scaling", "torch_dtype"),
     *("use_return_dict", "_attn_implementation", "_experts_implementation"),
 }
-# A configuration inside the configuration, which transformers would take instead of it.
+# Nested configurations, which transformers would use instead of the outer one.
 _NESTED = ("text_config", "decoder", "generator", "text_encoder", "encoder", "per_layer_config")
 _ROPE_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, "partial_rotary_factor": 1.0}
 
 
 def check_meaning(config: Mapping[str, Any], written: Mapping[str, Any], arch: Architecture) -> Iterator[Problem]:
-    """Yield each value that transformers would compute with and the architecture does not describe.
+    """Yield each value used by transformers that the architecture does not describe.
 
     Args:
         config: The checkpoint's `config.json`.
-        written: A `config.json` that says what the architecture does; see `hub_config`.
+        written: A `config.json` with the architecture's values; see `hub_config`.
         arch: The architecture.
     """
     for key in _NESTED:
@@ -56,7 +56,7 @@ def check_meaning(config: Mapping[str, Any], written: Mapping[str, Any], arch: A
         yield Problem(f"config.json: {key}", one_line(repr(config[key])), allowed, "remove the key")
     try:
         found = _values({key: value for key, value in config.items() if key not in parts}, arch)
-    # The file is not ours, so any exception of the library is reported as a problem of the file.
+    # The file is not ours, so report any exception of the library as a problem of the file.
     except Exception as error:
         value = one_line(f"{type(error).__name__}: {error}")
         yield Problem("config.json", value, "what transformers can read", "correct it, or fetch the file again")
@@ -72,22 +72,22 @@ _REMEDY = "this variant is not supported: correct the file, or give the checkpoi
 
 
 def hub_config(arch: Architecture, fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json that says what the architecture does and what is taken for granted (`fixed`)."""
+    """Return a config.json with the architecture's values and the fixed ones."""
     content = {"architectures": [family_of(arch).hub_class], "dtype": "bfloat16", **fixed, **dimensions(arch)}
     scaling = content.pop("rope_scaling", {})
     rope = {**scaling, "rope_type": "yarn"} if arch.rope_scaling.factor > 1 else {"rope_type": "default"}
     content["rope_parameters"] = {"rope_theta": content.pop("rope_theta"), **rope}
     if arch.n_routed_experts:
-        content["num_experts"] = arch.n_routed_experts  # what some families call it
+        content["num_experts"] = arch.n_routed_experts  # the name in some families
     if arch.kv_lora_rank and not arch.q_lora_rank:
         content["q_lora_rank"] = None
     return content
 
 
 def _values(config: Mapping[str, Any], arch: Architecture) -> dict[str, Any]:
-    """Return what the family's class makes of a file: its values that have an effect, those of positions apart."""
+    """Return the effective values that the family's class derives from a file; positions are normalised."""
     config_class = _config_class(arch)
-    # Attention with latents has as many key heads as heads; transformers fails with any other number.
+    # MLA has as many key heads as heads; transformers fails with any other number.
     idle = {*_WITHOUT_EFFECT, "rope_parameters", *(["num_key_value_heads"] if arch.kv_lora_rank else [])}
     read = {*config_class().to_dict(), *_UNDECLARED} - idle
     values: dict[str, Any] = config_class.from_dict(_copied(config)).to_dict()
@@ -102,26 +102,26 @@ def _config_class(arch: Architecture) -> Any:
 
 
 def _parts_of(config_class: Any) -> set[str]:
-    """Return the names of a configuration class's methods and own variables, which a file's keys would replace."""
+    """Return the names of a configuration class's methods and attributes, which keys of a file would override."""
     fields = {field.name for field in dataclasses.fields(config_class)}
     return {name for kind in config_class.__mro__ for name in vars(kind)} - fields - _SAVED
 
 
 def _copied(value: Any) -> Any:
-    """Copy nested values: the class changes the dictionaries that it is given."""
+    """Copy nested values, because the class modifies its input."""
     if isinstance(value, Mapping):
         return {key: _copied(each) for key, each in value.items()}
     return [_copied(each) for each in value] if isinstance(value, list) else value
 
 
 def _rope_meaning(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers that positions are computed from, each with its default, and none that is not read."""
+    """Return the numbers that determine positions, with defaults, without numbers that are not used."""
     said = {key: value for key, value in rope.items() if value is not None and key != "type"}
     kind = said.get("rope_type", "default")
     read = {"rope_type", "rope_theta", "partial_rotary_factor"}
     if kind == "yarn":
         read |= {"factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "truncate"}
-        # `mscale` counts only together with `mscale_all_dim`; without both, the factor's logarithm does.
+        # `mscale` is used only with `mscale_all_dim`; without both, the logarithm of the factor is.
         read |= {"mscale_all_dim", *(["mscale"] if said.get("mscale") and said.get("mscale_all_dim") else [])}
     elif kind != "default":
         read |= said.keys()

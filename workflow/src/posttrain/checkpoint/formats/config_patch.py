@@ -1,12 +1,11 @@
-"""Changes of JSON files that are recorded and can be taken back.
+"""Recorded, reversible changes of JSON files.
 
-`posttrain_patch.json` lies beside the files it changed: {file: [{op, path, old, new}]}. `path` is a JSON
-pointer to a top-level key; "replace" changes its value, "rename" its name, at the same place in the file,
-"remove" drops it. A change is applied once: where it already is, nothing happens, and a value that is
-neither the old nor the new one is rejected.
+`posttrain_patch.json` is in the folder of the changed files: {file: [{op, path, old, new}]}. `path` is a JSON pointer
+to a top-level key; "replace" changes its value, "rename" its name at the same position, "remove" deletes it. Changes
+are idempotent; a value that is neither the old nor the new one is rejected.
 
-"write" records a whole file that was added or replaced (SHA-256 before and after), "split" a tensor that
-was stored in another form (before and after). They are only taken back where there was nothing before.
+"write" records a whole file that was added or replaced (SHA-256 before and after), "split" a tensor that was stored in
+another form (before and after). Only added files can be reverted.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from posttrain.errors import CheckpointError
 from posttrain.store import sync_folder, write_json, write_text
 
 PATCH_FILE = "posttrain_patch.json"
-# Changes of files that are no JSON objects.
+# Changes of whole files instead of JSON keys.
 WHOLE_FILES = ("write", "split")
 
 
@@ -32,11 +31,11 @@ class Change:
     """One change of one key.
 
     Args:
-        op: "replace", "rename" or "remove" of a key, or "add", which takes that back; "write" of a file, "split" of a
+        op: "replace", "rename" or "remove" of a key, or "add", which reverts "remove"; "write" of a file, "split" of a
             tensor.
-        path: "/" and the key, as it is before the change.
-        old: The value before, or the key before (rename).
-        new: The value after, or the key after.
+        path: "/" and the key before the change.
+        old: The value before the change, or the key (rename).
+        new: The value after the change, or the key (rename).
     """
 
     op: str
@@ -46,19 +45,19 @@ class Change:
 
     @property
     def reverse(self) -> Change:
-        """The change that takes this one back."""
+        """The inverse change."""
         path = f"/{self.new}" if self.op == "rename" else self.path
         opposite = {"remove": "add", "add": "remove"}
         return Change(opposite.get(self.op, self.op), path, self.new, self.old)
 
 
 def apply_changes(content: Mapping[str, Any], changes: Sequence[Change], file: str) -> dict[str, Any]:
-    """Return `content` with the changes made, keys in their old order.
+    """Return `content` with the changes applied; keys keep their order.
 
     Args:
         content: A JSON object; not modified.
-        changes: In the order in which they are made.
-        file: Named in messages.
+        changes: Changes in the order of application.
+        file: Name for error messages.
 
     Raises:
         CheckpointError: A value is neither the old nor the new one.
@@ -72,10 +71,10 @@ def apply_changes(content: Mapping[str, Any], changes: Sequence[Change], file: s
 def write_patched(
     folder: Path, patched: Mapping[str, Mapping[str, Any]], patch: Mapping[str, Sequence[Change]]
 ) -> None:
-    """Write changed files durably, then the record of their changes.
+    """Write changed files durably, then the record of the changes.
 
     Args:
-        folder: Where they lie.
+        folder: Folder of the files.
         patched: File name -> its content after the changes.
         patch: File name -> its changes.
     """
@@ -86,10 +85,10 @@ def write_patched(
 
 
 def read_patch(folder: Path) -> dict[str, list[Change]]:
-    """Return the recorded changes of a folder: file name -> changes; empty when there is no record.
+    """Return the recorded changes of a folder: file name -> changes; empty without a record.
 
     Raises:
-        CheckpointError: When the record is not one.
+        CheckpointError: The record is invalid.
     """
     if not (folder / PATCH_FILE).exists():
         return {}
@@ -100,10 +99,10 @@ def read_patch(folder: Path) -> dict[str, list[Change]]:
 
 
 def undo_patch(folder: Path) -> None:
-    """Take back the recorded changes of a folder's files, then delete the record.
+    """Revert the recorded changes of a folder's files, then delete the record.
 
     Raises:
-        CheckpointError: A file was changed since, or the patch does not hold what was there before.
+        CheckpointError: A file has changed since, or the record lacks its original content.
     """
     patch = read_patch(folder)
     whole = {name: changes for name, changes in patch.items() if changes[0].op in WHOLE_FILES}

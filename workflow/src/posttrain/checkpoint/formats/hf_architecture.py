@@ -1,6 +1,6 @@
-"""Reads dimensions and precision of a checkpoint from its `config.json`, for models without a file of their own.
+"""Reads a checkpoint's dimensions and precision from its `config.json`, for models without a file in config/models.
 
-`hf_config.check_config` compares a checkpoint with dimensions that are known; here they are read.
+For known dimensions, `hf_config.check_config` compares a checkpoint with them.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from posttrain.config.families import FAMILIES, check_architecture
 from posttrain.config.schema import Architecture, RopeScaling
 from posttrain.errors import ConfigError, Problem, one_line, raise_if_any
 
-# Default of a key that has none.
+# Default of a required key.
 MISSING = "???"
 _ROPE = ("rope_theta", "rope_scaling", "partial_rotary_factor")
 
 
 def architecture_of(content: Mapping[str, Any], where: str) -> Architecture:
-    """Return the dimensions that `config.json` says.
+    """Return the dimensions in `config.json`.
 
     Args:
-        content: Of the file.
-        where: Named in problems.
+        content: Content of the file.
+        where: Name for error messages.
 
     Raises:
-        ConfigError: The family is not known, or a dimension is missing or no number.
+        ConfigError: The family is unknown, or a dimension is missing or not a number.
     """
     model_type = content.get("model_type")
     if model_type not in FAMILIES:
@@ -59,7 +59,7 @@ def precision_of(content: Mapping[str, Any], where: str) -> str:
     """Return the precision of a checkpoint's weights: "bf16", "fp8" or "nvfp4".
 
     Raises:
-        ConfigError: It is quantised in a way that is not known here.
+        ConfigError: The quantisation is unknown.
     """
     declared = content.get("quantization_config")
     if not declared:
@@ -77,7 +77,7 @@ def precision_of(content: Mapping[str, Any], where: str) -> str:
 
 
 def _rope(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is said of positions: transformers 5 writes `rope_parameters`, older versions two keys."""
+    """Return the positions' parameters: transformers 5 writes `rope_parameters`, older versions two keys."""
     parameters = content.get("rope_scaling") or content.get("rope_parameters")
     parameters = parameters if isinstance(parameters, Mapping) else {}
     found: dict[str, Any] = {"rope_theta": parameters.get("rope_theta", content.get("rope_theta", 0.0))}
@@ -91,7 +91,7 @@ def _rope(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_of(value: Any, kind: str) -> bool:
-    """Return whether a value is of a field's type; JSON's true is no number."""
+    """Return whether a value has a field's type; JSON's true is not a number."""
     if kind == "bool" or isinstance(value, bool):
         return kind == "bool" and isinstance(value, bool)
     return isinstance(value, int | float if kind == "float" else int)

@@ -1,8 +1,8 @@
-"""Is a checkpoint the model that the configuration describes?
+"""Checks that a checkpoint is the model that the configuration describes.
 
-A wrong dimension found here costs a second; found by an engine or the trainer it costs the start of a whole
-job. So `check_config` compares everything that `model.architecture` says with `config.json` and with the
-shards' headers, and reports all differences at once.
+Finding a wrong dimension here takes a second; finding it in an engine or the trainer takes the start of a whole job. So
+`check_config` compares all of `model.architecture` with `config.json` and the shards' headers, and reports all
+differences at once.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from posttrain.errors import Problem, one_line
 
 ALIAS_TYPE, ALIAS_CLASS = "deepseek_v32", "DeepseekV32ForCausalLM"
 CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
-# As many lines as a terminal shows; of another model all tensors differ.
+# About a terminal's height; with another model, all tensors differ.
 MAX_TENSOR_LINES = 20
-# Compared on their own, because config.json spells them in more than one way.
+# Compared separately, because config.json has several spellings of them.
 _SPELLED_APART = (
     *("model_type", "rope_theta", "rope_scaling", "partial_rotary_factor"),
     *("index_topk_freq", "index_skip_topk_offset"),
 )
-# transformers makes a name for each label, also where a model has no use for them.
+# transformers creates a name for each label, even if the model has no use for labels.
 _MOST_LABELS, _MOST_KEYS = 1000, 1000
-# Of the keys that name the code which computes: attention's, the experts'.
+# Keys that choose the implementation of attention or experts.
 _IMPLEMENTATION = ("_implementation", "_implementation_internal")
 MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers")
 _EXPERT_COUNTS = {"n_routed_experts", "num_experts", "num_local_experts"}
 _ROPE_WORDS = {"rope_type", *(field.name for field in dataclasses.fields(RopeScaling))}
-# Values that transformers computes from others, unless the file has them.
+# Values that transformers derives from others if the file lacks them.
 _CONSEQUENCES = (CONFIG, "qk_head_dim", "head_dim", "mlp_layer_types", "layer_types", "indexer_types")
-# What some families call our dimensions: on the Hub, and as transformers 5 writes it.
+# Other names of our dimensions: on the Hub, and as written by transformers 5.
 OTHER_SPELLINGS = {"n_routed_experts": ("num_experts", "num_local_experts"), MTP_COUNTS[0]: MTP_COUNTS[1:]}
 
 
@@ -50,15 +50,15 @@ def check_config(
     architecture: Architecture,
     tensors: Mapping[str, TensorSpec | TensorInfo],
 ) -> list[Problem]:
-    """Compare a checkpoint with the architecture that the configuration gives.
+    """Compare a checkpoint with the configured architecture.
 
     Args:
         config: Content of `config.json`.
-        architecture: What the configuration says.
-        tensors: Name -> dtype and shape, as `resaved_weights.published_specs` reads them from the shards' headers.
+        architecture: The configured architecture.
+        tensors: Name -> dtype and shape, from the shards' headers (`resaved_weights.published_specs`).
 
     Returns:
-        Every difference; empty when the checkpoint is the model described, unquantised and unpatched.
+        All differences; empty if the checkpoint is the described model, unquantised and unpatched.
     """
     problems = [
         *_check_kind(config, architecture),
@@ -100,10 +100,10 @@ def _check_precision(config: Mapping[str, Any]) -> Iterator[Problem]:
 def lost_mtp_layers(
     config: Mapping[str, Any], architecture: Architecture, tensors: Mapping[str, TensorSpec | TensorInfo]
 ) -> list[str]:
-    """Return the keys by which config.json counts MTP layers that the weights do not have.
+    """Return the keys by which config.json counts MTP layers that the weights lack.
 
     Some trainers drop the layers and keep the number. With `num_nextn_predict_layers: 0` in the model's file such a
-    checkpoint is accepted, and its patched copy says 0 as well.
+    checkpoint is accepted, and its patched copy has 0, too.
     """
     is_lost = not architecture.num_nextn_predict_layers and not any(mtp_layer_of(architecture, n) for n in tensors)
     return [key for key in MTP_COUNTS if is_lost and config.get(key)]
@@ -115,13 +115,13 @@ def _check_dimensions(
     lost = lost_mtp_layers(config, architecture, tensors)
     for name, expected in dimensions(architecture).items():
         key = next((spelling for spelling in (name, *OTHER_SPELLINGS.get(name, ())) if spelling in config), name)
-        # A part that the model does not have (no indexer, no MTP layer) need not be mentioned.
+        # Parts that the model lacks (indexer, MTP layer) may be omitted.
         if name not in _SPELLED_APART and key not in lost and not (expected == 0 and config.get(key) is None):
             yield from _compare(key, config.get(key), expected)
 
 
 def _check_harmless(config: Mapping[str, Any], architecture: Architecture) -> Iterator[Problem]:
-    """Whatever makes transformers allocate without end, run code of others, or fail when it is trained."""
+    """Reject values that make transformers allocate without bound, run remote code, or fail in training."""
     if len(config) > _MOST_KEYS:
         yield Problem(
             CONFIG, f"{len(config):,} keys", f"at most {_MOST_KEYS:,}", "give the file that the model came with"
@@ -144,7 +144,7 @@ def _check_harmless(config: Mapping[str, Any], architecture: Architecture) -> It
 
 
 def _check_rope(config: Mapping[str, Any], architecture: Architecture) -> Iterator[Problem]:
-    """Transformers 5 writes `rope_parameters`, older versions `rope_theta` and `rope_scaling`; that has precedence."""
+    """Check rotary embeddings: older versions' `rope_scaling` overrides `rope_parameters` of transformers 5."""
     parameters = config.get("rope_scaling") or config.get("rope_parameters")
     parameters = parameters if isinstance(parameters, dict) else {}
     kind = parameters.get("rope_type", parameters.get("type", "default"))
@@ -163,7 +163,7 @@ def _check_rope(config: Mapping[str, Any], architecture: Architecture) -> Iterat
 
 
 def _check_yarn(parameters: Mapping[str, Any], scaling: RopeScaling) -> Iterator[Problem]:
-    """A number that is left out has the default that transformers gives it, which is the schema's."""
+    """Check YaRN's numbers; a missing one has transformers' default, which is the schema's."""
     defaults = dataclasses.asdict(RopeScaling())
     for name, expected in dataclasses.asdict(scaling).items():
         found = parameters.get(name)
@@ -175,16 +175,16 @@ def _check_yarn(parameters: Mapping[str, Any], scaling: RopeScaling) -> Iterator
 
 
 def _check_fixed(config: Mapping[str, Any], architecture: Architecture) -> Iterator[Problem]:
-    """Check values that trainer and engines assume and no key of ours sets, where `config.json` names them."""
+    """Check values that trainer and engines assume and that no key of ours sets, if `config.json` has them."""
     for key, expected in fixed_values(architecture).items():
         found = config.get(key, expected)
-        # Where nothing is said the family's default holds, but for what is on: null switches it off.
+        # A missing value has the family's default; null disables a value that is on by default.
         if found != expected and (found is not None or expected is True):
             yield Problem(f"{CONFIG}: {key}", repr(found), repr(expected), "this variant is not supported")
 
 
 def _check_indexers(config: Mapping[str, Any], architecture: Architecture) -> Iterator[Problem]:
-    """Check that the three ways to say which layers have an indexer agree: readers differ in which one they use."""
+    """Check that all three ways to mark layers with an indexer agree: readers use different ones."""
     if not (layers := architecture.index_n_heads and architecture.num_hidden_layers):
         return
     chooses = [chooses_keys(architecture, layer) for layer in range(layers)]
@@ -201,7 +201,7 @@ def _check_indexers(config: Mapping[str, Any], architecture: Architecture) -> It
 
 
 def fixed_values(architecture: Architecture) -> dict[str, Any]:
-    """Return what config.json says, or leaves to the family, and no key of ours names."""
+    """Return fixed values: those that config.json has, or the family implies, and no key of ours sets."""
     layers, dense = architecture.num_hidden_layers, architecture.first_k_dense_replace
     fixed = {
         "tie_word_embeddings": False,
@@ -235,7 +235,7 @@ def fixed_values(architecture: Architecture) -> dict[str, Any]:
 def _check_meaning(
     config: Mapping[str, Any], architecture: Architecture, known: Sequence[Problem]
 ) -> Iterator[Problem]:
-    """Yield what only transformers' own reading of the file shows, but no consequence of a known problem."""
+    """Yield problems that only transformers' parsing of the file shows, except consequences of known problems."""
     named = {_last_word(problem.key) for problem in known}
     if named & {"model_type", "architectures", CONFIG}:
         return
@@ -244,8 +244,8 @@ def _check_meaning(
         consequences |= _EXPERT_COUNTS
     fixed = fixed_values(architecture)
     written = hub_config(architecture, fixed)
-    # A null is as good as nothing, where `_check_fixed` takes it. transformers does not see what is known to be wrong:
-    # it would list a billion layers.
+    # A null that `_check_fixed` accepts equals a missing key. Values known to be wrong are not passed to transformers,
+    # which would list a billion layers.
     read = {key: value for key, value in config.items() if (value is not None or key not in fixed) and key not in named}
     read |= {key: written[key] for key in named & written.keys()}
     for problem in check_meaning(read, written, architecture):

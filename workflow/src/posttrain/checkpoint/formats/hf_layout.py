@@ -1,4 +1,4 @@
-"""Checks that a folder is a whole checkpoint in Hub layout, from names, JSON and headers, not from tensor data."""
+"""Checks that a folder is a complete checkpoint in Hub layout, from names, JSON and headers, without tensor data."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
 from posttrain.errors import CheckpointError, one_line
 from posttrain.store import read_json
 
-# One of them: the tokenizers library's own file, SentencePiece's, tiktoken's, or a vocabulary.
+# At least one is required: tokenizers' file, SentencePiece's, tiktoken's, or a vocabulary.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "vocab.txt")
 
 
 def check_layout(folder: Path) -> CheckpointReader:
-    """Check that config, index and shards of a checkpoint fit together.
+    """Check that config, index and shards of a checkpoint agree.
 
     Args:
         folder: A folder in Hub layout.
@@ -23,8 +23,8 @@ def check_layout(folder: Path) -> CheckpointReader:
         A reader of its tensors.
 
     Raises:
-        CheckpointError: `config.json` is missing or no JSON object; the index names an absent file, a truncated one
-            (both sizes are named), or a tensor that is not in the file named; or it does not name a tensor of a shard.
+        CheckpointError: `config.json` is missing or not a JSON object; the index names a missing file, a truncated one
+            (with both sizes), or a tensor that is not in its file; or it omits a tensor of a shard.
     """
     read_object(folder / "config.json")
     reader = CheckpointReader(folder)
@@ -33,10 +33,10 @@ def check_layout(folder: Path) -> CheckpointReader:
 
 
 def check_source(folder: Path) -> None:
-    """Check a checkpoint that comes from outside: its layout, that it has a tokenizer, and that its JSON is whole.
+    """Check an external checkpoint: its layout, its tokenizer, and that its JSON files are complete.
 
     Raises:
-        CheckpointError: See `check_layout`; also listing every JSON file that cannot be read.
+        CheckpointError: See `check_layout`; also lists unreadable JSON files.
     """
     wrong = []
     for path in sorted(folder.glob("*.json")):
@@ -55,8 +55,8 @@ def read_object(path: Path) -> dict[str, Any]:
     """Read a JSON file that holds one object.
 
     Raises:
-        CheckpointError: When it is missing or holds something else, a name twice or a number that is not finite, which
-            other readers take for something else or reject.
+        CheckpointError: The file is missing or has other content, a duplicate name or a non-finite number, which other
+            readers interpret differently or reject.
     """
     try:
         content = read_json(path, is_strict=True)

@@ -1,10 +1,10 @@
 """MXFP8 and INT4 for serving, quantised by the compressed-tensors library in its own layout.
 
-MXFP8: E4M3 codes, and for each 32 neighbours of a row one power of two, stored as its exponent plus 127 (E8M0).
-INT4: codes -8 to 7 for the routed experts, and for each 128 neighbours of a row one BF16 scale; eight codes lie
-in 32 bits. Both round to the nearest; nothing is calibrated.
+MXFP8: E4M3 codes, and per 32 neighbours of a row one power of two, stored as its exponent plus 127 (E8M0). INT4: codes
+-8 to 7 for the routed experts, and per 128 neighbours of a row one BF16 scale; eight codes are packed into 32 bits.
+Both round to nearest, without calibration.
 
-The library is not needed otherwise: `pip install posttrain[formats]`.
+The library is optional: `pip install posttrain[formats]`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from posttrain.errors import CheckpointError
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationScheme
 
-# Our name -> the library's preset, its format, and the weights that share a scale.
+# Our name -> the library's preset, its format, and the number of weights per scale.
 _PRESETS = {"mxfp8": ("MXFP8", "mxfp8-quantized", 32), "int4": ("W4A16", "pack-quantized", 128)}
-# From here on the library would raise a group's scale to 2^128, which there is not: it stores zeros.
+# From here on, a group's scale would be 2^128, which cannot be stored: the library stores zeros.
 MXFP8_LIMIT = 1.75 * 2.0**127
-# Loaded together with a matrix: what the library calls them, after the module's name.
+# Names of a matrix's tensors in the library, after the module's name.
 PACKED, SCALE, SHAPE = "weight_packed", "weight_scale", "weight_shape"
 
 
@@ -37,7 +37,7 @@ class LibraryFormat:
 
     Args:
         name: "mxfp8" or "int4".
-        selection: What is quantised.
+        selection: The tensors to quantise.
     """
 
     name: str
@@ -45,18 +45,18 @@ class LibraryFormat:
 
     @property
     def group(self) -> int:
-        """Neighbours of a row that share a scale."""
+        """Number of neighbours in a row that share a scale."""
         return _PRESETS[self.name][2]
 
     def sharing_scale(self, hf_name: str) -> tuple[str, ...]:
-        """Return (): scales belong to groups."""
+        """Return (), because scales belong to groups."""
         return ()
 
     def served_specs(self, hf_name: str, spec: TensorSpec) -> dict[str, TensorSpec]:
-        """Return names, shapes and dtypes of what `quantize` makes of a tensor, without its data.
+        """Return names, shapes and dtypes of the result of `quantize`, without data.
 
         Raises:
-            CheckpointError: When a row is not a whole number of groups.
+            CheckpointError: A row is not a whole number of groups.
         """
         rows, columns = spec.shape
         if columns % self.group:
@@ -74,12 +74,12 @@ class LibraryFormat:
         """Return codes and scales of a matrix under the names that engines load.
 
         Args:
-            hf_name: Its name on the Hub.
+            hf_name: Name on the Hub.
             weight: [N, K] of any float dtype.
-            shared_amax: Not used.
+            shared_amax: Unused.
 
         Raises:
-            CheckpointError: When a weight is NaN or infinite, or too large for the format.
+            CheckpointError: A weight is NaN, infinite or too large for the format.
         """
         slabs = [self._quantize_rows(hf_name, weight[rows]) for rows in row_slabs(weight)]
         made = {part: torch.cat([slab[part] for slab in slabs]) for part in slabs[0] if part != SHAPE}
@@ -98,7 +98,7 @@ class LibraryFormat:
         if self.name == "mxfp8" and (largest := max(-low.amin().item(), high.amax().item())) >= MXFP8_LIMIT:
             raise CheckpointError(f"{hf_name}: holds {largest:g}; MXFP8 has no scale from {MXFP8_LIMIT:g} on")
         arguments = _scheme(self.name).weights
-        # The scales are rounded to what is stored before codes are made for them.
+        # Scales are rounded to the stored precision before codes are computed with them.
         scale, zero_point = calculate_qparams(low, high, arguments)
         if self.name == "int4":
             scale = scale.clamp(min=torch.finfo(torch.bfloat16).tiny).bfloat16()
@@ -120,19 +120,19 @@ class LibraryFormat:
         }
 
     def other_files(self, specs: Mapping[str, TensorSpec]) -> dict[str, Any]:
-        """Return further files of the folder: none."""
+        """Return an empty dict: the folder needs no further files."""
         return {}
 
 
 def decompress(config: Mapping[str, Any], parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the weights [N, K] float32 that a module's compressed tensors stand for.
+    """Return the weights [N, K] float32 of a module's compressed tensors.
 
     Args:
         config: The checkpoint's `quantization_config`.
-        parts: "weight_packed" and the like -> tensor.
+        parts: "weight_packed" and others -> tensor.
 
     Raises:
-        CheckpointError: When the library is absent.
+        CheckpointError: The library is not installed.
     """
     _require_library()
     from compressed_tensors.compressors import BaseCompressor

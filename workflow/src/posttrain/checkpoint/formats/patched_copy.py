@@ -1,12 +1,12 @@
-"""The copy of a checkpoint that everything later reads: checked once, whole, and in one form.
+"""The copy of a checkpoint that all later steps read: checked, complete, and in one form.
 
-Weights are links, but for shards that hold tensors in another form than the family publishes (`resaved_weights`).
-`config.json` and the tokenizer change where they must; `posttrain_patch.json` records each change.
+Weights are links, except shards with tensors in a form other than the family's published one (`resaved_weights`).
+`config.json` and the tokenizer change only if necessary; `posttrain_patch.json` records each change.
 
-The target "native" leaves `config.json` as it is, but for what no loader may take from it: `auto_map`, which asks for
-code of the repository's, and a count of MTP layers that the weights have lost. "deepseek_v32" renames the architecture
-to the alias under which stacks without `glm_moe_dsa` load the same weights and gives the tokenizer the class and key
-names of transformers 4. Source: TensorRT-LLM's guide to GLM-5, section "Config modifications".
+The target "native" changes `config.json` only where loaders would go wrong: it removes `auto_map`, which requests the
+repository's code, and corrects a count of MTP layers that the weights lack. "deepseek_v32" renames the architecture to
+the alias under which stacks without `glm_moe_dsa` load the same weights, and gives the tokenizer transformers 4's class
+and key. Source: TensorRT-LLM's guide to GLM-5, section "Config modifications".
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ _TEMPLATE_FILES = ("chat_template.json", "additional_chat_templates/")
 
 
 def changes_for(model: Model, source: Path) -> tuple[dict[str, list[Change]], dict[str, bytes]]:
-    """Return what a patched copy changes: JSON file -> changes, and whole files that it adds or replaces.
+    """Return the changes of a patched copy: JSON file -> changes, and whole files that it adds or replaces.
 
     Args:
         model: The model's section of the configuration.
         source: The checkpoint's folder.
 
     Raises:
-        CheckpointError: The tokenizer's special tokens are in a form that has no counterpart, or a file is damaged.
-        ConfigError: A file that `model` names is not there.
+        CheckpointError: The special tokens have a form without a counterpart, or a file is damaged.
+        ConfigError: A file named by `model` is missing.
     """
     files = read_model_files(model)
     tokenizer = read_config(source, files)
@@ -87,10 +87,10 @@ def _config_changes(model: Model, source: Path) -> list[Change]:
 
 
 def alias_changes(folder: Path) -> dict[str, list[Change]]:
-    """Return the changes that the target "deepseek_v32" makes in a checkpoint that loads as it is: file -> changes.
+    """Return the target "deepseek_v32"'s changes of a loadable checkpoint: file -> changes.
 
     Raises:
-        CheckpointError: The tokenizer's special tokens are in a form that has no counterpart, or a file is damaged.
+        CheckpointError: The special tokens have a form without a counterpart, or a file is damaged.
     """
     tokenizer = _alias_tokenizer(read_config(folder, {}), folder)
     changes = {CONFIG: _alias_config(read_object(folder / CONFIG)), TOKENIZER_CONFIG: tokenizer}
@@ -131,18 +131,18 @@ def patch_folder(
 
     Args:
         source: The checkpoint; not changed.
-        destination: The partial folder. Made twice, it holds the same bytes.
+        destination: The partial folder. Repeated calls write the same bytes.
         model: The model's section of the configuration.
-        source_receipt: Records of the source's files; linked files keep theirs.
-        dropped: Tensors that are left out; see `tied_copies`.
-        unties: `config.json` says that the output matrix is not the embedding.
+        source_receipt: Records of the source's files; linked files keep their records.
+        dropped: Tensors to omit; see `tied_copies`.
+        unties: `config.json` declares the output matrix and the embedding untied.
 
     Returns:
         One record per file, sorted by path.
 
     Raises:
         CheckpointError: See `changes_for`.
-        OSError: The disk is too small for the shards that are written again.
+        OSError: The disk is too small for the rewritten shards.
     """
     destination.mkdir(parents=True, exist_ok=True)
     remove_half_written(destination)
@@ -168,7 +168,7 @@ def patch_folder(
 
 
 def _left_out(model: Model, receipt: Receipt) -> set[str]:
-    """Return the files of the checkpoint's that the user's replace together."""
+    """Return the checkpoint's files that the user's tokenizer or template replaces as a group."""
     dropped = (*(_TOKENIZER_FILES if model.tokenizer else ()), *(_TEMPLATE_FILES if model.chat_template else ()))
     return {str(record.path) for record in receipt.files if dropped and record.path.startswith(dropped)}
 
@@ -186,7 +186,7 @@ def _forms(arch: Architecture, dropped: Collection[str], name: str, spec: Tensor
 
 
 def _shards_to_write(source: Path, forms_of: Forms) -> dict[str, list[Change]]:
-    """Return the shards that hold tensors in another form than the copy has, with what changes in each."""
+    """Return the shards with tensors in another form than the copy's, and the changes in each."""
     reader, found = CheckpointReader(source), dict[str, list[Change]]()
     for name, info in reader.infos.items():
         forms = forms_of(name, info.spec)
@@ -213,7 +213,7 @@ def _write_shards(
     weight_map = {name: reader.file_of(stored) for stored, forms in held.items() for name in forms}
     if not weight_map:
         raise CheckpointError(f"{source}: nothing but copies in it")
-    # A shard of which nothing is left is not written.
+    # A shard without remaining tensors is not written.
     names = [name for name in shards if name in weight_map.values()]
     records = [write_shard_again(source / name, destination / name, forms_of) for name in names]
     if (source / INDEX_NAME).exists():
@@ -226,7 +226,7 @@ def _json_bytes(content: Mapping[str, Any]) -> bytes:
 
 
 def _link(source: Path, target: Path) -> None:
-    """Link a file: a second name for it, or a relative symlink where the file systems do not allow that."""
+    """Link a file: a hard link, or a relative symlink if the file systems do not support it."""
     if hard_link(source, target):
         return
     where = os.path.relpath(source.resolve(strict=True), target.parent.resolve())

@@ -1,10 +1,10 @@
-"""Weights in the form in which other tools save them again, read as the model's family publishes them.
+"""Reads weights that other tools saved in another form, in the form that the model's family publishes.
 
-- The experts of a layer in one tensor, as transformers 5 holds them in memory: `mlp.experts.gate_up_proj` [E, 2F, H]
-  and `mlp.experts.down_proj` [E, H, F]. Each expert is a consecutive range of rows, so splitting moves no value.
+- All experts of a layer in one tensor, as in transformers 5's memory: `mlp.experts.gate_up_proj` [E, 2F, H] and
+  `mlp.experts.down_proj` [E, H, F]. Each expert is a consecutive range of rows, so splitting moves no value.
 - The router's bias in BF16 or FP16. Widening it to FP32 is exact.
 
-Shards with such tensors are written again in the patched copy; everything that reads the copy sees one form.
+The patched copy rewrites shards with such tensors, so that all its readers see one form.
 
 Letters: E experts, F moe_intermediate_size, H hidden_size.
 """
@@ -28,12 +28,12 @@ from posttrain.store import FileRecord, RelativeName, write_atomic
 _STACK = re.compile(r"^(model\.layers\.\d+\.mlp\.experts)\.(gate_up|gate|up|down)_proj(?:\.weight)?$")
 _ROUTER_BIAS = ".mlp.gate.e_score_correction_bias"
 _NARROW = ("BF16", "F16")
-# Name and form of a stored tensor -> name and form of what it holds.
+# Name and form of a stored tensor -> names and forms of the tensors in it.
 Forms = Callable[[str, TensorSpec], dict[str, TensorSpec]]
 
 
 def published_forms(name: str, spec: TensorSpec, arch: Architecture) -> dict[str, TensorSpec]:
-    """Return the tensors that a stored tensor holds, one below the other; itself where it is stored as published."""
+    """Return the tensors stacked in a stored tensor; itself if it is stored in the published form."""
     if name.endswith(_ROUTER_BIAS) and spec.dtype in _NARROW:
         return {name: TensorSpec(spec.shape, "F32")}
     if not (match := _STACK.match(name)):
@@ -57,12 +57,12 @@ def published_specs(infos: Mapping[str, TensorInfo], arch: Architecture) -> dict
 
 
 def write_shard_again(source: Path, target: Path, forms_of: Forms) -> FileRecord:
-    """Write a shard with its tensors in other forms, a few rows at a time.
+    """Rewrite a shard with its tensors in other forms, a few rows at a time.
 
     Args:
         source: The shard.
         target: The new one.
-        forms_of: Name and form of a stored tensor -> what it holds, one below the other; nothing: it is left out.
+        forms_of: Name and form of a stored tensor -> the tensors stacked in it; empty: omit it.
     """
     forms = {name: forms_of(name, info.spec) for name, info in read_header(source).items()}
     specs = {name: spec for form in forms.values() for name, spec in form.items()}

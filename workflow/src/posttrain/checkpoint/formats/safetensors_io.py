@@ -1,8 +1,8 @@
 """Reads checkpoints in Hub layout: safetensors shards, their headers and their index.
 
-A safetensors file is 8 bytes (little-endian length of the header), a JSON header, and the tensors' bytes one
-after the other. The header alone says whether the file is whole: a truncated shard is found without reading
-its data and without torch. Tensors are read lazily: a slice of one costs the memory of the slice.
+A safetensors file is 8 bytes (little-endian length of the header), a JSON header, and the tensors' bytes in sequence.
+The header alone shows whether the file is complete, so a truncated shard is found without reading its data and without
+torch. Tensors are read lazily: a slice needs only the slice's memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-# Bytes per element of every dtype that a checkpoint of ours may hold, in the format's spelling.
+# Bytes per element of every supported dtype, in the format's spelling.
 DTYPE_BYTES: Mapping[str, int] = {
     "F64": 8,
     "I64": 8,
@@ -50,13 +50,13 @@ _BUFFER = ".rotary_emb.inv_freq"
 _LENGTH_BYTES = 8
 # The format's own limit; a larger number means that the file is something else.
 _MAX_HEADER_BYTES = 100_000_000
-# torch's limit of dimensions, and what its sizes are counted in.
+# torch's limits of the number of dimensions and of their sizes.
 _MAX_DIMENSIONS, _MAX_SIZE = 64, 2**63
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Name, shape and dtype of a tensor.
+    """Shape and dtype of a tensor.
 
     Args:
         shape: Its dimensions; () for a scalar.
@@ -68,7 +68,7 @@ class TensorSpec:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its data."""
+        """Bytes of the data."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
     def __str__(self) -> str:
@@ -77,14 +77,14 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor of a safetensors file, as its header describes it.
+    """Header entry of one tensor in a safetensors file.
 
     Args:
         name: Name in the checkpoint.
         dtype: In the format's spelling, a key of `DTYPE_BYTES`.
         shape: Its dimensions; () for a scalar.
-        start: Position of its first byte in the file, counted from the file's beginning.
-        end: Position after its last byte.
+        start: Offset of the first byte in the file.
+        end: Offset after the last byte.
     """
 
     name: str
@@ -95,12 +95,12 @@ class TensorInfo:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its data."""
+        """Bytes of the data."""
         return self.end - self.start
 
     @property
     def spec(self) -> TensorSpec:
-        """Its shape and dtype."""
+        """Shape and dtype."""
         return TensorSpec(self.shape, self.dtype)
 
 
@@ -114,11 +114,11 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         path: A `.safetensors` file.
 
     Returns:
-        Name -> description, in the order in which the data lies in the file.
+        Name -> description, in the order of the data in the file.
 
     Raises:
-        CheckpointError: When the file is truncated, too long, not safetensors, or its tensors overlap or
-            leave a gap; the text names the file and both sizes.
+        CheckpointError: The file is truncated, too long, not safetensors, or its tensors overlap or leave a gap; the
+            message has the file and both sizes.
     """
     size, header_bytes, header = _read_raw_header(path)
     data_start = _LENGTH_BYTES + header_bytes
@@ -139,13 +139,13 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """Return the free-form `__metadata__` of a safetensors file, {} when there is none."""
+    """Return the free-form `__metadata__` of a safetensors file; {} without any."""
     _, _, header = _read_raw_header(path)
     return dict(header.get("__metadata__") or {})
 
 
 def _read_raw_header(path: Path) -> tuple[int, int, dict[str, Any]]:
-    """Return the file's size, the header's length and the header; only what lies before the data is read."""
+    """Return the file's size, the header's length and the header; reads only the bytes before the data."""
     size = _size_of(path)
     if instead := placeholder(path):
         raise CheckpointError(f"{path}: {instead}")
@@ -204,7 +204,7 @@ def _counts(numbers: tuple[Any, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Index:
-    """Which file of a folder holds which tensor.
+    """Maps tensors to files of a folder.
 
     Args:
         weight_map: Tensor name -> file name, in the index's own order.
@@ -216,7 +216,7 @@ class Index:
 
     @property
     def files(self) -> list[RelativeName]:
-        """The files, in the order in which the index first names them."""
+        """The files in the order of the index."""
         return list(dict.fromkeys(self.weight_map.values()))
 
 
@@ -224,7 +224,7 @@ def read_index(folder: Path) -> Index:
     """Read the index of a checkpoint in Hub layout; a folder with one `model.safetensors` needs none.
 
     Raises:
-        CheckpointError: When there is neither an index nor a `model.safetensors`, or the index is not one.
+        CheckpointError: There is neither an index nor a `model.safetensors`, or the index is invalid.
     """
     path = folder / INDEX_NAME
     if not path.exists():
@@ -241,9 +241,9 @@ def read_index(folder: Path) -> Index:
 
 
 def is_buffer(name: str) -> bool:
-    """Return whether a tensor is a buffer that old versions of transformers saved; models compute it from config.json.
+    """Return whether a tensor is a buffer saved by old versions of transformers; models compute it from config.json.
 
-    Readers skip it, as transformers and SGLang do.
+    It is ignored, as in transformers and SGLang.
     """
     return name.endswith(_BUFFER)
 
@@ -257,17 +257,16 @@ def _index_of_single_file(folder: Path) -> Index:
 
 
 class CheckpointReader:
-    """Lazy reader of a checkpoint in Hub layout: headers are checked at once, data is read when asked for.
+    """Lazy reader of a checkpoint in Hub layout: checks headers at once, and reads data on demand.
 
-    Safe to use from several threads. A returned tensor may be a view of the mapped file: clone it before
-    changing it.
+    Safe to use from several threads. A returned tensor may be a view of the mapped file: clone it before modifying it.
 
     Args:
         folder: Folder with shards and index, or with one `model.safetensors`.
 
     Raises:
-        CheckpointError: Naming every file that is absent or broken, or every tensor that is not in the file
-            that the index names, all at once.
+        CheckpointError: Lists all missing or broken files, or all tensors that are missing in the file that the index
+            names.
     """
 
     def __init__(self, folder: Path):
@@ -306,14 +305,14 @@ class CheckpointReader:
 
     @property
     def names(self) -> list[str]:
-        """All tensors, in the index's order."""
+        """Names of all tensors, in the index's order."""
         return list(self._infos)
 
     def require_all_named(self) -> None:
-        """Reject a checkpoint whose files hold tensors that its index does not name: they would be lost silently.
+        """Reject a checkpoint whose files have tensors that its index omits: they would be lost silently.
 
         Raises:
-            CheckpointError: Naming the tensors that are in a shard and not, or elsewhere, in the index.
+            CheckpointError: Lists tensors in a shard that the index omits or assigns to another file.
         """
         if self._strays:
             listed = "\n  ".join(_shorten(self._strays))
@@ -337,18 +336,18 @@ class CheckpointReader:
         """Return dtype, shape and position of a tensor.
 
         Raises:
-            CheckpointError: When the checkpoint has no such tensor.
+            CheckpointError: The checkpoint has no such tensor.
         """
         if name not in self._infos:
             raise CheckpointError(f"{self.folder}: no tensor {name}")
         return self._infos[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the dimensions of a tensor."""
+        """Return a tensor's dimensions."""
         return self.info(name).shape
 
     def dtype(self, name: str) -> str:
-        """Return the dtype of a tensor in the format's spelling."""
+        """Return a tensor's dtype in the format's spelling."""
         return self.info(name).dtype
 
     def file_of(self, name: str) -> str:
@@ -361,13 +360,13 @@ class CheckpointReader:
         return self._open(self.file_of(name)).get_tensor(name)
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Return the rows `start` to `stop` (not included) of a tensor; only they are read."""
+        """Return the rows `start` to `stop` (exclusive) of a tensor; reads only these."""
         num_rows = self.shape(name)[0]
         assert 0 <= start <= stop <= num_rows, f"rows {start}:{stop} of {name}, which has {num_rows}"
         return self._open(self.file_of(name)).get_slice(name)[start:stop]
 
     def _open(self, file: str) -> Any:
-        """Return this thread's handle of a file; opening maps it, and reads nothing but its header."""
+        """Return this thread's handle of a file; opening maps the file and reads only its header."""
         handles = self._local.__dict__.setdefault("handles", {})
         if file not in handles:
             handles[file] = safe_open(self.folder / file, framework="pt")

@@ -1,7 +1,7 @@
-"""Writes checkpoints in Hub layout as streams: the header first, then one tensor in memory at a time.
+"""Writes checkpoints in Hub layout as streams: first the header, then one tensor in memory at a time.
 
-What goes into a shard, and where, follows from names, shapes and dtypes alone. So jobs that know nothing of
-each other agree on the shards of one checkpoint, and a shard has the same bytes whoever writes it.
+Content and order of a shard depend only on names, shapes and dtypes. So independent jobs agree on a checkpoint's
+shards, and a shard's bytes do not depend on the job that writes it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from posttrain.checkpoint.formats.safetensors_io import DTYPE_BYTES, INDEX_NAME,
 from posttrain.checkpoint.staging.file_placement import HashingFile
 from posttrain.store import write_json
 
-# Where huggingface_hub and transformers cut shards, too.
+# The limit of huggingface_hub and transformers.
 MAX_SHARD_BYTES = 5 * 10**9
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -34,18 +34,18 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-# The format pads its header so that data begins at a multiple of the widest element.
+# The format pads its header so that the data's offset is a multiple of the widest element's size.
 _HEADER_ALIGNMENT = 8
 
 
-# ---- who goes where ----
+# ---- assignment to shards ----
 
 
 def assign_shards(sizes: Mapping[str, int], max_shard_bytes: int = MAX_SHARD_BYTES) -> dict[str, list[str]]:
-    """Fill shards in order, none above the limit unless a single tensor is.
+    """Fill shards in order; only a shard with a single tensor may exceed the limit.
 
     Args:
-        sizes: Name -> bytes. What must stay together (a weight and its scale) is one entry.
+        sizes: Name -> bytes. Tensors that must stay together (a weight and its scale) are one entry.
         max_shard_bytes: Limit of a shard's data.
 
     Returns:
@@ -71,10 +71,10 @@ def shard_name(index: int, num_shards: int) -> str:
 
 
 def split_evenly(sizes: Sequence[int], num_parts: int) -> list[range]:
-    """Cut a sequence into consecutive parts of about equal bytes; a part may be empty.
+    """Split a sequence into consecutive parts of about equal bytes; a part may be empty.
 
-    An item belongs to the part in whose share of the bytes its middle lies, so no part is further from the
-    mean than its largest item.
+    An item belongs to the part that contains its middle byte, so a part differs from the mean by at most its largest
+    item.
 
     Example:
         Sizes 1, 1, 2, 4 in two parts give range(0, 3) and range(3, 4).
@@ -97,13 +97,13 @@ def write_shard(
 ) -> None:
     """Write one safetensors file, one tensor at a time.
 
-    The data lies in the given order, or, where a tensor would then not start at a multiple of its element size,
-    which readers that map the file need, widest dtype first.
+    Data has the given order; if a tensor would then not start at a multiple of its element size, which readers that map
+    the file require, the widest dtype comes first.
 
     Args:
-        file: Where it goes.
+        file: The open file.
         specs: Name -> shape and dtype of the shard's tensors.
-        read: Returns a tensor, or its rows piece by piece; called once per name, in the order of the data.
+        read: Returns a tensor, or its rows in pieces; called once per name, in the order of the data.
         metadata: The file's `__metadata__`.
     """
     names = _data_order(specs)
@@ -130,17 +130,17 @@ def _data_order(specs: Mapping[str, TensorSpec]) -> list[str]:
 
 
 def count_not_finite(tensor: torch.Tensor) -> int:
-    """Return how many values are NaN or infinite; codes of one byte are not looked at."""
+    """Return the number of NaN or infinite values; codes of one byte are not checked."""
     if tensor.itemsize == 1 or not tensor.numel():
         return 0
-    # One pass without a mask as large as the tensor: NaN is the extreme of any tensor that has one.
+    # A single pass without a mask of the tensor's size: with a NaN, the extremes are NaN.
     if all(torch.isfinite(extreme) for extreme in torch.aminmax(tensor)):
         return 0
     return int((~torch.isfinite(tensor)).sum())
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a tensor in row-major order, without a copy where it lies so already."""
+    """Return a tensor's bytes in row-major order, without a copy if it is contiguous."""
     array: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)
 
@@ -158,7 +158,7 @@ def _header(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> byt
 
 
 def write_index(folder: Path, weight_map: Mapping[str, str], specs: Mapping[str, TensorSpec]) -> None:
-    """Write the index of a checkpoint, with the true number of bytes of its tensors as `total_size`.
+    """Write the index of a checkpoint; `total_size` is the actual number of bytes of its tensors.
 
     Args:
         folder: The checkpoint.

@@ -1,10 +1,9 @@
-"""Checks that tensors which a checkpoint repeats are copies, and resolves those that are not.
+"""Checks whether repeated tensors of a checkpoint are copies, and resolves those that are not.
 
-Programs disagree about a tied model whose file has another output matrix: transformers 5 unties it and computes with
-the file's, SGLang follows `tie_word_embeddings` and never reads it. An MTP layer's embedding and output matrix are read
-by some engines and replaced by the model's in others. So neither is guessed: `model.patch.copies` decides.
-
-Source: transformers 5.23, `PreTrainedModel.tie_weights`.
+Programs differ on a tied model whose file has another output matrix: transformers 5 unties it and uses the file's,
+SGLang follows `tie_word_embeddings` and never reads it. Some engines read an MTP layer's embedding and output matrix,
+others replace them with the model's. So `model.patch.copies` decides explicitly. Source: transformers 5.23,
+`PreTrainedModel.tie_weights`.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ from posttrain.config.schema import Architecture
 from posttrain.errors import Problem
 
 HEAD, EMBEDDING, TIED = "lm_head.weight", "model.embed_tokens.weight", "tie_word_embeddings"
-# The ways to read a checkpoint whose copies differ (`model.patch.copies`).
+# How to treat copies that differ (`model.patch.copies`).
 REJECT, DROP, KEEP = "reject", "drop", "keep"
 _READ_BYTES = 8 << 20
 
 
 def differing_copies(config: Mapping[str, Any], arch: Architecture, reader: CheckpointReader) -> dict[str, str]:
-    """Return the copies whose bytes are not those of what they copy -> what that is.
+    """Return each copy whose bytes differ from its original -> the original's name.
 
-    At most the embedding and the output matrix are read, once per copy, a few megabytes at a time.
+    It reads only the embedding and the output matrix, once per copy, a few megabytes at a time.
 
     Args:
-        config: Content of `config.json`: an output matrix beside a tied embedding is compared if it ties them.
+        config: Content of `config.json`: if it ties embeddings, a separate output matrix is compared.
         arch: Dimensions of the model.
         reader: The checkpoint.
     """
@@ -39,17 +38,17 @@ def differing_copies(config: Mapping[str, Any], arch: Architecture, reader: Chec
 
 
 def read_as(config: Mapping[str, Any], differing: Mapping[str, str], choice: str) -> dict[str, Any]:
-    """Return `config.json` as the chosen reading has it: an output matrix that is kept is not tied."""
+    """Return `config.json` after the choice: a kept output matrix is untied."""
     return {**config, TIED: False} if choice == KEEP and HEAD in differing else dict(config)
 
 
 def check_copies(
     config: Mapping[str, Any], arch: Architecture, reader: CheckpointReader, differing: Mapping[str, str], choice: str
 ) -> Iterator[Problem]:
-    """Yield what has more than one reading, naming each and the key that chooses it.
+    """Yield ambiguous tensors, each with the key that resolves it.
 
     Args:
-        config: Content of `config.json`; a `tie_word_embeddings` that is missing or null is false in every family.
+        config: Content of `config.json`; a missing or null `tie_word_embeddings` is false in every family.
         arch: Dimensions of the model.
         reader: The checkpoint.
         differing: See `differing_copies`.
@@ -88,7 +87,7 @@ def _readings(copy: str) -> str:
 
 def _is_equal(reader: CheckpointReader, first: str, second: str) -> bool:
     if reader.info(first).spec != reader.info(second).spec:
-        return True  # told as tensors of another shape or dtype
+        return True  # reported as a tensor of another shape or dtype
     with _at(reader, first) as ours, _at(reader, second) as theirs:
         left = reader.info(first).size_bytes
         while left:

@@ -1,7 +1,7 @@
-"""The tokenizer of a patched copy: one that loads without code of the checkpoint's, as its files say, and can chat.
+"""The tokenizer of a patched copy: it has a chat template and loads, as its files specify, without remote code.
 
-Some repositories bring a `tiktoken.model` and their own class. `TIKTOKEN_CLASSES` has the pattern and the reserved
-tokens of the known classes, whose files are converted. Others need `model.tokenizer`, a folder with a `tokenizer.json`.
+Some repositories have a `tiktoken.model` and their own class. Files of the classes in `TIKTOKEN_CLASSES`, which has
+their patterns and reserved tokens, are converted. Others need `model.tokenizer`, a folder with a `tokenizer.json`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ GENERIC_CLASS = "PreTrainedTokenizerFast"
 
 @dataclass(frozen=True)
 class TikTokenClass:
-    """A tokenizer class of a repository's own code, described.
+    """Description of a tokenizer class in a repository's own code.
 
     Args:
         pattern: Splits a text before byte pairs are merged.
-        num_reserved: Token ids behind the vocabulary's; those without a name are called `<|reserved_token_{id}|>`.
+        num_reserved: Token ids after the vocabulary's; those without a name are called `<|reserved_token_{id}|>`.
     """
 
     pattern: str
@@ -65,15 +65,15 @@ class _Converter(TikTokenConverter):  # type: ignore[misc]
 
 
 def converted_tokenizer(folder: Path, config: Mapping[str, Any], vocab_size: int) -> bytes | None:
-    """Return the `tokenizer.json` of a checkpoint with a tiktoken.model of a known class; None for any other.
+    """Return the `tokenizer.json` for a tiktoken.model of a known class; None for any other checkpoint.
 
     Args:
         folder: The checkpoint.
         config: Its tokenizer_config.json.
-        vocab_size: Ids from here on belong to no token.
+        vocab_size: Ids from here on are not tokens.
 
     Raises:
-        CheckpointError: The file is no vocabulary of tiktoken.
+        CheckpointError: The file is not a tiktoken vocabulary.
     """
     known = TIKTOKEN_CLASSES.get(str(config.get("tokenizer_class")))
     if known is None or (folder / TOKENIZER).exists() or not (folder / TIKTOKEN).exists():
@@ -90,12 +90,12 @@ def converted_tokenizer(folder: Path, config: Mapping[str, Any], vocab_size: int
 
 
 def tokenizer_changes(config: Mapping[str, Any], tokenizer: bytes | None, has_template: bool) -> list[Change]:
-    """Return the changes of tokenizer_config.json after which it loads without code, as its tokenizer.json says.
+    """Return the changes after which tokenizer_config.json loads without code, as tokenizer.json specifies.
 
     Args:
-        config: Its content.
-        tokenizer: The tokenizer.json beside it, if there is one.
-        has_template: A chat_template.jinja replaces the template that it may hold.
+        config: Content of tokenizer_config.json.
+        tokenizer: The tokenizer.json of the same folder, if any.
+        has_template: A chat_template.jinja replaces its template.
     """
     dropped = ["auto_map", *(["chat_template"] if has_template else [])]
     changes = [Change("remove", f"/{key}", config[key], None) for key in dropped if key in config]
@@ -106,7 +106,7 @@ def tokenizer_changes(config: Mapping[str, Any], tokenizer: bytes | None, has_te
 
 
 def _obeys(name: str, tokenizer: bytes) -> bool:
-    """Return whether a class is known to take such a tokenizer.json as it is.
+    """Return whether a class is known to use such a tokenizer.json unchanged.
 
     In transformers 5, classes rebuild parts of the file: LlamaTokenizer replaces DeepSeek's byte-level
     pre-tokenizer with its own. Version 5.23 falls back to the generic class in that case; engines may have another.
@@ -117,10 +117,10 @@ def _obeys(name: str, tokenizer: bytes) -> bool:
 
 
 def read_config(folder: Path, files: Mapping[str, bytes]) -> dict[str, Any]:
-    """Return tokenizer_config.json, the one that replaces the checkpoint's if there is one; {} without either.
+    """Return the replacement's tokenizer_config.json, else the checkpoint's; {} without either.
 
     Raises:
-        CheckpointError: It is no JSON object.
+        CheckpointError: The file is not a JSON object.
     """
     if TOKENIZER_CONFIG not in files and not (folder / TOKENIZER_CONFIG).exists():
         return {}

@@ -1,10 +1,10 @@
 """Writes Megatron's distributed checkpoint (`torch_dist`) from the Hub's, in independent parts.
 
-The format is `torch.distributed.checkpoint`'s: `*.distcp` files with one chunk after the other, each as
-torch.save writes it, and `.metadata`, which says where each chunk of each tensor lies. `metadata.json` and
-`common.pt` are Megatron's. Each Hub tensor becomes one chunk or a few (`param_names`), so a part needs neither a
-model nor other parts: it copies its share of the tensors, notes where each went, and the last step joins
-the notes to `.metadata`. Tensors are copied from the mapped source file: no tensor is ever held in memory.
+The format is `torch.distributed.checkpoint`'s: `*.distcp` files with a sequence of chunks, each written by torch.save,
+and `.metadata` with the place of each tensor's chunks. `metadata.json` and `common.pt` are Megatron's. Each Hub tensor
+becomes one or a few chunks (`param_names`), so a part needs neither a model nor other parts: it copies its tensors and
+notes their places, and the last step joins the notes to `.metadata`. Tensors are copied from the mapped source file,
+never held in memory.
 
 Megatron loads the result in any layout; `TorchDistReader` reads it without Megatron.
 """
@@ -52,24 +52,24 @@ from posttrain.store import write_atomic, write_json
 log = logging.getLogger(__name__)
 
 STEP, FINALIZE_STEP = "convert_hf_to_torch_dist", "finalize_torch_dist"
-# Small enough to lose little to a kill and to keep several threads busy, large enough for few files.
+# Small, so that a kill loses little and several threads are busy; large, so that files are few.
 MAX_FILE_BYTES = 4 * 10**9
-# What torch.save adds to the data of a chunk, about.
+# Approximate bytes that torch.save adds to a chunk's data.
 CHUNK_OVERHEAD_BYTES = 1600
-# What Megatron's `dist_checkpointing` asks for before it reads anything else.
+# Megatron's `dist_checkpointing` reads this first.
 MEGATRON_FORMAT = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-# What Megatron reads from `common.pt` before it asks a model for its names: each layer has its own.
+# Megatron reads this from `common.pt` before a model's names: each layer has its own.
 COMMON_STATE = {"content_metadata": {"non_homogeneous_layers": True}}
 FORMAT_FILES = (METADATA_NAME, "metadata.json", "common.pt")
 
 
 class Conversion(Written):
-    """A checkpoint in Megatron's format as a folder that is made in parts; see `steps.Making`.
+    """A checkpoint in Megatron's format, made in parts; see `steps.Making`.
 
     Each part copies consecutive tensors of about equal bytes to its own files, `__{part}_{n}.distcp`.
 
@@ -78,7 +78,7 @@ class Conversion(Written):
         source_digest: Digest of its receipt.
         arch: Dimensions of the model.
         max_file_bytes: Limit of a file's data.
-        threads_to_verify: How many compare the whole with the source before it counts; 0: none does.
+        threads_to_verify: Threads that compare the checkpoint with the source before publication; 0 skips this.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Conversion(Written):
         """Return a part's files; their notes list the chunks.
 
         Raises:
-            CheckpointError: When the source's tensors are not those of the architecture, all differences at once.
+            CheckpointError: The source's tensors differ from the architecture's; lists all differences.
         """
         reader = CheckpointReader(self._source)
         require_tensors(reader, self._arch)
@@ -108,16 +108,16 @@ class Conversion(Written):
         return [_output_file(reader, self._source_digest, name, group) for name, group in groups.items()]
 
     def settings(self, parts: Mapping[str, Description]) -> Mapping[str, Any]:
-        """Return nothing: the source and the format say it all."""
+        """Return nothing: source and format determine the result."""
         return {}
 
     def complete(self, partial: Path, parts: Mapping[str, Description]) -> tuple[str, ...]:
-        """Write what makes a folder of chunks a checkpoint.
+        """Write the files that turn chunks into a checkpoint.
 
         Raises:
-            CheckpointError: Listing every tensor that the chunks do not cover exactly once.
+            CheckpointError: Lists tensors that the chunks do not cover exactly once.
         """
-        # Plain text: readers of the format unpickle nothing of ours.
+        # Plain text, so that readers of the format unpickle no classes of ours.
         rows = [{**chunk, "file": str(name)} for name, part in sorted(parts.items()) for chunk in part.notes["chunks"]]
         by_tensor: dict[str, list[dict[str, Any]]] = {}
         for row in rows:
@@ -140,7 +140,7 @@ class Conversion(Written):
 
 
 def split_placements(arch: Architecture, num_parts: int) -> list[list[Placement]]:
-    """Return each part's share: consecutive tensors of about equal bytes."""
+    """Return the tensors of each part: consecutive ones of about equal bytes."""
     placements = to_megatron(arch)
     shares = split_evenly([placement.size_bytes for placement in placements], num_parts)
     return [[placements[i] for i in share] for share in shares]
@@ -181,12 +181,12 @@ def _write_chunks(reader: CheckpointReader, placements: Sequence[Placement], fil
 
 
 def _with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same memory as a storage of its own: torch.save of a view would write the whole file behind it."""
+    """Return the same memory with its own storage, because torch.save of a view would write the whole file."""
     return torch.frombuffer(tensor_bytes(tensor), dtype=tensor.dtype).reshape(tensor.shape)
 
 
 def _require_finite(reader: CheckpointReader, name: str) -> torch.Tensor:
-    """Return a tensor, or refuse it: trained on, one NaN would spread to all weights."""
+    """Return a tensor, or reject it: in training one NaN would spread to all weights."""
     tensor = reader.tensor(name)
     if num_bad := count_not_finite(tensor):
         raise CheckpointError(
@@ -212,7 +212,7 @@ def _require_cover(folder: Path, by_tensor: Mapping[str, Sequence[dict[str, Any]
 
 
 def planned_metadata(arch: Architecture) -> Metadata:
-    """Return which tensors a converted model has, and in which chunks; where these lie is known when they are."""
+    """Return the tensors and chunks of a converted model, with placeholders for the chunks' places."""
     nowhere = {"file": "nowhere", "start": 0, "length": 0}
     return _metadata(
         {
@@ -237,8 +237,8 @@ def _metadata(by_tensor: Mapping[str, Sequence[dict[str, Any]]]) -> Metadata:
 
 
 def _write_common(opened: BinaryIO) -> None:
-    """Write Megatron's dictionary of what is no tensor."""
-    # Given a file with a name, torch.save would write that of the temporary file into it.
+    """Write Megatron's dictionary of non-tensor state."""
+    # torch.save would write the temporary file's name into a named file.
     with HashingFile(opened) as file:
         torch.save(COMMON_STATE, cast(BinaryIO, file))
 
@@ -247,19 +247,19 @@ def _write_common(opened: BinaryIO) -> None:
 
 
 def verify_torch_dist(source: Path, folder: Path, arch: Architecture, num_threads: int = 1) -> int:
-    """Read a converted checkpoint again and compare every tensor with its source, bit by bit.
+    """Read a converted checkpoint, and compare every tensor with its source bit by bit.
 
     Args:
         source: Checkpoint in Hub layout.
         folder: The `torch_dist` folder.
         arch: Dimensions of the model.
-        num_threads: Tensors compared at a time.
+        num_threads: Tensors compared concurrently.
 
     Returns:
         Number of tensors compared.
 
     Raises:
-        CheckpointError: Listing the tensors that differ or cannot be read, with key and file.
+        CheckpointError: Lists tensors that differ or are unreadable, with key and file.
     """
     reader, converted = CheckpointReader(source), TorchDistReader(folder)
     placements = to_megatron(arch)
@@ -290,5 +290,5 @@ def _difference(reader: CheckpointReader, converted: TorchDistReader, placement:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor, so that NaN equals itself and -0 does not equal 0."""
+    """Return a tensor's bytes, so that NaN equals itself and -0 does not equal 0."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)

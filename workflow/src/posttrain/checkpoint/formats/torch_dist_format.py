@@ -1,8 +1,8 @@
-"""What of a `torch_dist` checkpoint is pickled, read without running what others may have put there.
+"""Reads the pickled parts of a `torch_dist` checkpoint without executing code in them.
 
-`.metadata` (which chunk of which tensor lies where) and `common.pt` (what is no tensor) are pickles, and a pickle can
-run code. Megatron's and torch's own readers run it. Here nothing but the classes of the format gets through, and who
-loads a checkpoint loads what was read here: the file is not opened a second time.
+`.metadata` (the place of each chunk) and `common.pt` (non-tensor state) are pickles, which can run code. Megatron's and
+torch's own readers run it. Here only the format's classes are unpickled, and a checkpoint is loaded from the result:
+the file is not opened again.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from posttrain.errors import CheckpointError, reason_of
 from posttrain.store import RelativeName
 
 METADATA_NAME, COMMON_NAME = ".metadata", "common.pt"
-# Megatron from 0.19 on writes this object among the shards instead.
+# Megatron 0.19 and later write this object into the shards instead.
 COMMON_KEY = "common_state/shard_0_1"
-# What a pickle with wrong bytes makes an unpickler raise; torch's passes most of it on as it is.
+# Exceptions of an unpickler for invalid bytes; torch passes most of them on.
 WRONG_PICKLE = (
     pickle.UnpicklingError,
     AssertionError,
@@ -63,13 +63,13 @@ FORMAT_CLASSES = {
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Read which chunk of which tensor lies where.
+    """Read the place of each tensor's chunks.
 
     Args:
         folder: A `torch_dist` checkpoint.
 
     Returns:
-        Metadata whose tensors, chunks and places are of the format's own types; no place is outside the folder.
+        Metadata whose tensors, chunks and places have the format's types; no place is outside the folder.
 
     Raises:
         CheckpointError: The file is missing, or not the metadata of a `torch_dist` checkpoint.
@@ -91,10 +91,10 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def read_common(folder: Path) -> dict[str, Any]:
-    """Read the state that is not tensors.
+    """Read the non-tensor state.
 
     Raises:
-        CheckpointError: The file is missing, or holds anything but numbers, texts and their containers.
+        CheckpointError: The file is missing, or has objects other than numbers, texts and their containers.
     """
     path = folder / COMMON_NAME
     try:
@@ -109,7 +109,7 @@ def read_common(folder: Path) -> dict[str, Any]:
 
 
 def _misfits(metadata: Any) -> Iterator[str]:
-    """Yield what is not of the format's types: a pickle may fill the fields of a class with anything."""
+    """Yield values of other types than the format's: a pickle may set a class's fields to anything."""
     if not isinstance(metadata, Metadata):
         yield f"a {type(metadata).__name__}"
         return
@@ -139,7 +139,7 @@ def _is_shape(numbers: Any, count: int) -> bool:
 
 
 class FormatUnpickler(pickle.Unpickler):
-    """Unpickles nothing but the classes of torch's checkpoint format."""
+    """Unpickles only the classes of torch's checkpoint format."""
 
     CLASSES: Mapping[str, Set[str]] = FORMAT_CLASSES
 
@@ -160,7 +160,7 @@ class FormatUnpickler(pickle.Unpickler):
 
 
 def _member_of(kind: Any, name: Any) -> enum.Enum:
-    """Return the member of an enumeration; anything else has no attributes here."""
+    """Return a member of an enumeration; reject any other attribute."""
     if not isinstance(kind, enum.EnumMeta) or name not in kind.__members__:
         raise pickle.UnpicklingError(f"{name!r:.100} of {kind!r:.100} has no place in it")
     return kind.__members__[name]

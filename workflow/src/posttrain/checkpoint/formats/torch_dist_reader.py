@@ -1,10 +1,9 @@
 """Reads Megatron's distributed checkpoints (`torch_dist`) without Megatron, a model or a process group.
 
-The folder holds `.metadata` (which chunk of which tensor lies where), `*.distcp` (the chunks, each as
-torch.save writes it) and, before Megatron 0.19, `common.pt` (everything that is not a tensor). It may be a
-converted checkpoint or one that a training run wrote in any layout. A tensor, or any box of it, is put
-together from the chunks that it meets; no other chunk is read. Chunks are mapped, not loaded: what is read
-of one costs page cache.
+The folder has `.metadata` (the place of each chunk), `*.distcp` (the chunks, each written by torch.save) and, before
+Megatron 0.19, `common.pt` (non-tensor state). It may be a converted checkpoint, or one that training wrote in any
+layout. A tensor, or a box of it, is assembled from the overlapping chunks; no others are read. Chunks are mapped, so
+reading costs only page cache.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from posttrain.checkpoint.formats.torch_dist_format import COMMON_KEY, METADATA_
 from posttrain.checkpoint.quantization.tiling import Chunk, Shape, intersect, slices_within
 from posttrain.errors import CheckpointError, reason_of
 
-# Each holds a mapped file open; processes may have 1024 of those by default.
+# Each keeps a file mapped; processes may have 1024 open files by default.
 _OPEN_CHUNKS = 64
-# About as much of a tensor as is worth handing on at a time.
+# Approximate size of one piece of a tensor.
 _ROWS_BYTES = 64 << 20
 
 
@@ -40,7 +39,7 @@ class TorchDistReader:
         folder: The checkpoint.
 
     Raises:
-        CheckpointError: When there is no readable `.metadata`.
+        CheckpointError: `.metadata` is missing or unreadable.
     """
 
     def __init__(self, folder: Path):
@@ -58,17 +57,17 @@ class TorchDistReader:
         self._longest = {
             key: max((box[1][0] for box in boxes if box[1]), default=1) for key, boxes in self._boxes.items()
         }
-        # Mapped chunks cost no memory, and a tensor of the Hub may be many boxes of one.
+        # Mapped chunks cost no memory, and a Hub tensor may be many boxes of one chunk.
         self._read_chunk = functools.lru_cache(maxsize=_OPEN_CHUNKS)(self._map_and_check)
 
     @property
     def keys(self) -> list[str]:
-        """The names of all tensors, sorted; other objects are left out."""
+        """The names of all tensors, sorted; other objects are excluded."""
         return sorted(self._tensors)
 
     @property
     def holds_common_state(self) -> bool:
-        """Whether non-tensor state is in the shards, as Megatron writes it from 0.19 on, not in `common.pt`."""
+        """Whether non-tensor state is in the shards (Megatron 0.19 and later) instead of `common.pt`."""
         return any(key == COMMON_KEY for key, _ in self._places)
 
     def __contains__(self, key: str) -> bool:
@@ -79,16 +78,16 @@ class TorchDistReader:
         return tuple(self._tensor(key).size)
 
     def dtype(self, key: str) -> torch.dtype:
-        """Return the precision that a tensor is stored in."""
+        """Return a tensor's stored precision."""
         return self._tensor(key).properties.dtype
 
     def chunks(self, key: str) -> list[Chunk]:
-        """Return the boxes that a tensor is stored in."""
+        """Return a tensor's stored boxes."""
         self._tensor(key)
         return self._boxes[key]
 
     def chunks_by_file(self) -> dict[str, list[tuple[str, Chunk]]]:
-        """Return file name -> (tensor, box) of every chunk that lies in it."""
+        """Return file name -> (tensor, box) of every chunk in it."""
         found: dict[str, list[tuple[str, Chunk]]] = {}
         for key, boxes in self._boxes.items():
             for box in boxes:
@@ -105,11 +104,11 @@ class TorchDistReader:
             sizes: Extent in each dimension; by default up to the end.
 
         Returns:
-            A tensor of shape `sizes` in the stored precision. Where the box lies in one chunk it is the mapped file:
-            clone it before changing it.
+            A tensor of shape `sizes` in the stored precision. If the box is in one chunk, it is a view of the mapped
+            file: clone it before modifying it.
 
         Raises:
-            CheckpointError: When the tensor, a part of the box or a file is missing, or a chunk is corrupt.
+            CheckpointError: The tensor, a part of the box or a file is missing, or a chunk is corrupt.
         """
         shape = self.shape(key)
         offsets = offsets or (0,) * len(shape)
@@ -122,9 +121,9 @@ class TorchDistReader:
         return self._assemble(key, wanted, parts)
 
     def read_rows(self, key: str, offsets: Shape, sizes: Shape, axis: int = 0) -> Iterator[torch.Tensor]:
-        """Read a box piece by piece: a few rows at a time, as the chunks are cut.
+        """Read a box in pieces of a few rows, along the chunks' edges.
 
-        Joined along `axis` the pieces are what `read` returns, at the cost of one piece's memory.
+        The pieces joined along `axis` equal the result of `read`, with one piece's memory.
         """
         first, end = offsets[axis], offsets[axis] + sizes[axis]
         edges = {first, end}
@@ -137,10 +136,10 @@ class TorchDistReader:
             yield from rows.split(max(1, _ROWS_BYTES * (stop - start) // max(1, rows.nbytes)), dim=axis)
 
     def check_files(self) -> None:
-        """Check that every file is there and long enough for its chunks; no chunk is read.
+        """Check that every file exists and is long enough for its chunks; reads no chunk.
 
         Raises:
-            CheckpointError: Listing the files that are not.
+            CheckpointError: Lists missing or short files.
         """
         needed: dict[str, int] = {}
         for info in self._places.values():
@@ -155,7 +154,7 @@ class TorchDistReader:
             raise CheckpointError(f"{self.folder}: not complete:\n  " + "\n  ".join(wrong))
 
     def damaged_keys(self, file_name: str) -> list[str]:
-        """Read every chunk of one file; return the tensors with one that cannot be read, sorted."""
+        """Read every chunk of one file; return the tensors with an unreadable chunk, sorted."""
         damaged = set()
         for key, box in self.chunks_by_file().get(file_name, ()):
             try:
@@ -170,7 +169,7 @@ class TorchDistReader:
         return self._tensors[key]
 
     def _overlaps(self, key: str, wanted: Chunk) -> list[tuple[Chunk, Chunk]]:
-        """Return the chunks that meet a box, each with what they share; found without looking at all of them."""
+        """Return the chunks that overlap a box, each with the overlap; uses binary search."""
         boxes = self._boxes[key]
         if not wanted[0]:
             return [(box, wanted) for box in boxes]
@@ -211,12 +210,12 @@ class _Mapped(mmap.mmap):
     """A mapped part of a file that zipfile can read."""
 
     def seekable(self) -> bool:
-        """Answer what zipfile asks; mmap itself does so from Python 3.13 on."""
+        """Return True for zipfile; mmap itself has this method from Python 3.13 on."""
         return True
 
 
 def _map_chunk(path: Path, info: _StorageInfo, key: str) -> _Mapped:
-    """Map a chunk, with what lies before it on its first page."""
+    """Map a chunk, including the bytes before it on its first page."""
     end = info.offset + info.length
     try:
         with open(path, "rb") as file:
@@ -224,14 +223,14 @@ def _map_chunk(path: Path, info: _StorageInfo, key: str) -> _Mapped:
             if size < end:
                 raise CheckpointError(f"{path}: truncated: {size} bytes, {key} ends at {end}")
             before = info.offset % mmap.ALLOCATIONGRANULARITY
-            # A copy-on-write mapping: tensors over read-only memory are refused by torch.
+            # A copy-on-write mapping, because torch rejects tensors on read-only memory.
             return _Mapped(file.fileno(), before + info.length, offset=info.offset - before, access=mmap.ACCESS_COPY)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file; it holds {key}") from error
 
 
 def _decode(mapped: _Mapped, start: int, path: Path, key: str) -> torch.Tensor:
-    """Return the tensor of a mapped chunk, after comparing the checksums in it: torch.load does not look at them."""
+    """Return the tensor of a mapped chunk after checking its checksums, which torch.load ignores."""
     try:
         with zipfile.ZipFile(cast(IO[bytes], mapped)) as archive:
             broken = archive.testzip()

@@ -1,8 +1,8 @@
-"""A repository's files from the Hugging Face Hub at a pinned commit, every one verified.
+"""Downloads and verifies a repository's files from the Hugging Face Hub at a pinned commit.
 
 Endpoint, token and offline mode are `huggingface_hub`'s own environment variables. The Hub's list of files with sizes
-and hashes is kept beside the folder, every file is compared with it before it gets its name, what an earlier attempt
-verified is not fetched again, what it began is continued, and the space on the disk is checked before the first byte.
+and hashes is stored next to the folder, and every file is compared with it before it is renamed. Verified files of an
+earlier attempt are kept, partial ones are resumed, and disk space is checked before the first byte.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from posttrain.store import FileRecord, RelativeName
 
 log = logging.getLogger(__name__)
 
-# Weights, configuration, chat templates, and what tokenizers are stored as.
+# Weights, configuration, chat templates and tokenizer files.
 NEEDED_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt", ".model", ".tiktoken")
-# The same weights once more, as other libraries store them.
+# The same weights in other libraries' formats.
 NOT_NEEDED = ("consolidated", "pytorch_model", "tf_model", "flax_model")
 TEMPLATE_FOLDER = "additional_chat_templates"
-# As many lines as a terminal shows with the message around them; GLM-5 has 282 shards.
+# About a terminal's height, with the message; GLM-5 has 282 shards.
 MAX_NAMED_FILES = 20
 
 
 @dataclass(frozen=True)
 class FetchOptions:
-    """How files are fetched.
+    """Options of a download.
 
     Args:
-        num_workers: Files at a time.
-        xet: Leave the transfer to the library, which then uses Xet where the repository does.
-        rule: How often to try again.
+        num_workers: Concurrent files.
+        xet: Use the library's transfer, with Xet if the repository supports it.
+        rule: Limits of retries.
     """
 
     num_workers: int = 8
@@ -75,17 +75,17 @@ def download(
 
     Args:
         source: The repository at its commit.
-        folder: The partial folder; right files that are there already are kept.
-        kept: Where the Hub's answer is kept, see `store.manifest_of`.
-        needed: Which files of the repository.
-        options: How they are fetched.
+        folder: The partial folder; valid files in it are kept.
+        kept: Path of the Hub's stored answer, see `store.manifest_of`.
+        needed: Selects files of the repository.
+        options: Options of the download.
 
     Returns:
         One record per file, sorted by path.
 
     Raises:
-        ConfigError: The repository, revision or file does not exist or may not be read.
-        CheckpointError: The bytes are not those that the Hub lists; or offline and files are missing.
+        ConfigError: The repository, revision or file does not exist or is not accessible.
+        CheckpointError: The bytes differ from the Hub's list, or files are missing offline.
         RuntimeError: No connection.
         OSError: No space on the disk.
     """
@@ -100,14 +100,14 @@ def download(
 def fetch_files(
     source: HubSource, folder: Path, files: Collection[ListedFile], manifest: Manifest, options: FetchOptions
 ) -> tuple[FileRecord, ...]:
-    """Make `folder` hold some of the files that are listed; see `download`.
+    """Fetch some of the listed files into `folder`; see `download`.
 
     Args:
         source: The repository at its commit.
         folder: The partial folder, which other jobs may fill at the same time.
-        files: Those that are this job's.
-        manifest: All.
-        options: How they are fetched.
+        files: This job's files.
+        manifest: The complete list.
+        options: Options of the download.
     """
     remove_half_written(folder)
     label = str(source)
@@ -124,10 +124,10 @@ def fetch_files(
 
 
 def list_what_lies_there(source: HubSource, folder: Path, needed: Callable[[str], bool] = is_needed) -> Manifest:
-    """List what lies in `folder` when the Hub was never asked: names and sizes, no hashes.
+    """List the files in `folder` if the Hub was never queried: names and sizes, no hashes.
 
     Raises:
-        CheckpointError: When there is nothing.
+        CheckpointError: The folder has no files.
     """
     paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     files = [

@@ -1,4 +1,4 @@
-"""A checkpoint that several jobs bring into one folder, each its share of the list."""
+"""A checkpoint download into one folder, split over several jobs."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ STEP, FINALIZE_STEP = "download_hf_checkpoint", "finalize_hf_checkpoint"
 
 
 class Download:
-    """The files of a list as a folder that is made in parts; see `steps.Making`.
+    """The listed files as a folder that is made in parts; see `steps.Making`.
 
     Args:
-        manifest: What the folder must hold.
-        options: How files are fetched.
+        manifest: The files of the folder.
+        options: Fetch options.
     """
 
     def __init__(self, manifest: Manifest, options: FetchOptions | None = None):
         self._manifest, self._options = manifest, options or FetchOptions()
 
     def names(self, num_parts: int) -> Collection[str]:
-        """Return all that is listed."""
+        """Return every listed path."""
         return [file.path for file in self._manifest.files]
 
     def make(self, part: int, num_parts: int, folder: Path, num_threads: int) -> Sequence[Description]:
-        """Bring a part's share from the Hub or from a folder; see `hub.client.download` and `place_files`."""
+        """Fetch a part's share from the Hub or from a folder; see `hub.client.download` and `place_files`."""
         partial, manifest = reopen(folder), self._manifest
         share = manifest.share(part, num_parts)
         if manifest.source["kind"] == "folder":
@@ -46,22 +46,22 @@ class Download:
         return [Description(record) for record in records]
 
     def settings(self, parts: Mapping[str, Description]) -> Mapping[str, Any]:
-        """Return commit and list, where the files are the Hub's."""
+        """Return the commit and the list for files from the Hub."""
         return origin_of(self._manifest)[1]
 
     def clear(self, partial: Path, keep: Collection[str]) -> None:
-        """Remove what a transfer left; files that are not listed may be somebody's, and are moved out of the way."""
+        """Remove the transfer's leftovers; move files that are not listed away, because they may be a user's."""
         shutil.rmtree(partial / STAGING, ignore_errors=True)
         clear(partial, keep, aside=partial.with_suffix(".not_needed"))
 
     def complete(self, partial: Path, parts: Mapping[str, Description]) -> Iterable[str]:
-        """Check that config, index and headers fit together; all files were listed."""
+        """Check that config, index and headers are consistent; every file is listed."""
         check_source(partial)
         return ()
 
 
 def origin_of(manifest: Manifest) -> tuple[dict[str, str], dict[str, Any]]:
-    """Return inputs and settings of the receipts of a download: the step that made the source, or commit and list."""
+    """Return the receipt inputs and settings of a download: the step that made the source, or commit and list."""
     source = manifest.source
     if digest := source.get("receipt"):
         return {"source": digest}, {}

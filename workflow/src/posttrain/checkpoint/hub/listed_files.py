@@ -1,8 +1,8 @@
-"""Files that must be what a list says: the list, and the hashes by which a file is known.
+"""The list of a checkpoint's files, and the hashes that identify each file.
 
-The list is made once (what the Hub says about a commit, or what a local folder holds) and shared by the jobs that
-each bring a part of it. A file keeps its place when it is right, whoever put it there; all others are brought from
-their origin. Every byte is read once: hashes are taken while it arrives.
+The list is made once, from the Hub's metadata of a commit or from a local folder, and shared by the download jobs. A
+file with the listed content is kept, whatever wrote it; all others are fetched. Every byte is read once: hashes are
+computed while it arrives.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from posttrain.store.names import check_digest
 
 @dataclass(frozen=True)
 class ListedFile:
-    """One file, with what is known of its content.
+    """One file with its size and hashes.
 
     Args:
-        path: Inside the folder, with "/"; whatever text is given is checked.
-        size_bytes: Its length.
-        sha256: Hash of a file in LFS or Xet storage; empty for a file that Git holds itself.
-        git_blob: Git's id of the content, for a file that Git holds itself; empty otherwise.
-        xxh3_128: Hash by the receipt of the step that made it; empty where there is none.
+        path: Relative to the folder, separated by "/"; validated on construction.
+        size_bytes: File size.
+        sha256: Hash of a file in LFS or Xet storage; empty for a file in Git itself.
+        git_blob: Git's blob id of a file in Git itself; empty otherwise.
+        xxh3_128: Hash in the receipt of the step that made it; empty without a receipt.
     """
 
     path: RelativeName
@@ -47,16 +47,16 @@ class ListedFile:
 
     @property
     def content_id(self) -> str:
-        """What tells this content from any other; empty when only the size is known."""
+        """Hash that identifies the content; empty if only the size is known."""
         return self.sha256 or self.git_blob or self.xxh3_128
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint's folder must hold.
+    """The files that a checkpoint's folder must hold.
 
     Args:
-        source: Where the list is from, as JSON: kind, repository and commit, or folder.
+        source: Origin of the list, as JSON: kind, repository and commit, or folder.
         files: Sorted by path.
     """
 
@@ -65,26 +65,26 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the files' names, sizes and hashes; where they are from does not count."""
+        """SHA-256 of the files' names, sizes and hashes, independent of the source."""
         rows = [dataclasses.asdict(file) for file in self.files]
         return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
 
     def share(self, part: int, num_parts: int) -> list[ListedFile]:
-        """Return one part's files: about as many bytes as in every other part."""
+        """Return one part's files; all parts have about equal bytes."""
         largest_first = sorted(self.files, key=lambda file: (-file.size_bytes, file.path))
         return largest_first[part::num_parts]
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
-    """Keep a list beside the folder that it is about."""
+    """Write a list next to the folder that it describes."""
     write_json(path, {"source": dict(manifest.source), "files": [dataclasses.asdict(file) for file in manifest.files]})
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read what `write_manifest` wrote.
+    """Read a file written by `write_manifest`.
 
     Raises:
-        CheckpointError: When it is missing or something else.
+        CheckpointError: It is missing or invalid.
     """
     try:
         row = read_json(path)
@@ -94,10 +94,10 @@ def read_manifest(path: Path) -> Manifest:
 
 
 class ContentHashes:
-    """The hashes of a file that is read or received piece by piece, and whether it is the file that is listed.
+    """Incremental hashes of a file, and the comparison with the list.
 
     Args:
-        file: What it should be.
+        file: The listed file.
     """
 
     def __init__(self, file: ListedFile):
@@ -105,21 +105,21 @@ class ContentHashes:
         self.restart()
 
     def restart(self) -> None:
-        """Forget every byte."""
+        """Reset to the empty file."""
         file = self._file
         self._ours = xxhash.xxh3_128()
         self._theirs = git_blob_hash(file.size_bytes) if file.git_blob else hashlib.sha256() if file.sha256 else None
         self.size_bytes = 0
 
     def update(self, chunk: bytes | memoryview) -> None:
-        """Take the next bytes."""
+        """Add the next bytes."""
         self.size_bytes += len(chunk)
         self._ours.update(chunk)
         if self._theirs:
             self._theirs.update(chunk)
 
     def misfit(self) -> str:
-        """Return why this is not the listed file; "" when it is."""
+        """Return how the bytes differ from the listed file; "" if they match."""
         file, ours = self._file, self._ours.hexdigest()
         theirs = self._theirs.hexdigest() if self._theirs else ""
         if self.size_bytes != file.size_bytes:
@@ -132,12 +132,12 @@ class ContentHashes:
         return ""
 
     def record(self) -> FileRecord:
-        """Return the file's line in a receipt."""
+        """Return the file's record for a receipt."""
         return FileRecord(self._file.path, self.size_bytes, self._ours.hexdigest(), self._file.sha256)
 
 
 def verify_file(path: Path, file: ListedFile) -> tuple[FileRecord | None, str]:
-    """Return the record of a file that is what is listed, or None and the reason why it is not."""
+    """Return the record of a file that matches the list, or None and the difference."""
     size = path.stat().st_size
     if size != file.size_bytes:
         return None, f"{size} bytes, {file.size_bytes} are listed"

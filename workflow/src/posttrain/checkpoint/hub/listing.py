@@ -1,8 +1,6 @@
-"""What the Hub says: the files of a repository at a commit, with sizes and hashes, and why it does not
-answer.
+"""File lists of Hub repositories at a commit, with sizes and hashes, and explanations of Hub errors.
 
-The Hub's answer is kept beside the folder that is downloaded, so that the folder can be verified without a
-network.
+The list is stored next to the download, so that the folder can be verified offline.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from posttrain.checkpoint.staging.file_placement import TransferStopped
 from posttrain.errors import CheckpointError, ConfigError, Problem, printable
 from posttrain.store import RelativeName
 
-# Nobody's use of a workflow is anybody else's business.
+# Users' activity is private.
 huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY = True
 
 
@@ -43,8 +41,8 @@ class HubSource:
         repo_id: `owner/name`.
         revision: Commit, 40 hex digits.
         repo_type: "model" or "dataset".
-        key: Config section that names it; appears in messages.
-        endpoint: Address of the Hub; None: `HF_ENDPOINT` or the public one.
+        key: Config section that names the repository, for messages.
+        endpoint: URL of the Hub; None means `HF_ENDPOINT` or the public one.
     """
 
     repo_id: str
@@ -58,7 +56,7 @@ class HubSource:
 
     @property
     def identity(self) -> dict[str, str]:
-        """What identifies this repository in a list of its files."""
+        """Key of this repository in a list of its files."""
         return {"kind": "hub", "repo_id": self.repo_id, "revision": self.revision, "repo_type": self.repo_type}
 
 
@@ -68,17 +66,17 @@ def list_files(
     """Return the needed files of a repository, with sizes and hashes.
 
     Args:
-        source: What to ask for.
-        kept: Where the Hub's answer is kept. With `HF_HUB_OFFLINE=1` it is read instead of asking.
-        needed: Which files.
-        rule: How often to ask again.
+        source: Repository to query.
+        kept: File for the Hub's answer. `HF_HUB_OFFLINE=1` reads it instead of querying the Hub.
+        needed: Selects the files.
+        rule: Retry rule.
 
     Returns:
-        The list; None when offline and the Hub was never asked.
+        The list; None if offline without a stored answer.
 
     Raises:
         ConfigError: The repository or revision does not exist or may not be read.
-        CheckpointError: None of its files is needed; or the kept answer is about something else.
+        CheckpointError: None of its files is needed, or the stored answer is about another repository.
         RuntimeError: The Hub cannot be reached.
     """
     if huggingface_hub.is_offline_mode():
@@ -100,7 +98,7 @@ def _read_kept(source: HubSource, kept: Path) -> Manifest:
 
 @contextlib.contextmanager
 def explained(source: HubSource, path: str = "") -> Iterator[None]:
-    """Turn the library's many failures into one message each."""
+    """Convert the library's exceptions to one message each."""
     at = f"{source}: {path}" if path else str(source)
     try:
         yield
@@ -147,7 +145,7 @@ def _no_answer(source: HubSource, at: str, error: Exception) -> str:
 
 
 def _unreadable(source: HubSource, error: Exception) -> Problem:
-    """Tell who refused what: the token, its account, or a request without one. The token itself is never told."""
+    """Return which credential was refused: the token, its account, or a request without one. Never shows the token."""
     answer = next((found for found in (error, error.__cause__) if isinstance(found, HfHubHTTPError)), None)
     status = answer.response.status_code if answer else _status_of(error)
     has_token = bool(huggingface_hub.get_token())
@@ -169,13 +167,13 @@ def _unreadable(source: HubSource, error: Exception) -> Problem:
 
 
 def _content_server_of(error: BaseException) -> str:
-    """Return the content server that answered with the error; "" if it was the Hub or nobody."""
+    """Return the content server that sent the error; "" if the Hub sent it or there was no response."""
     found = (each for each in (error, error.__cause__) if isinstance(each, BadStatus))
     return next((each.content_server for each in found), "")
 
 
 def _status_of(error: BaseException) -> int | None:
-    """Return the HTTP status behind an error; a repository that is not there counts as 401, as on the Hub."""
+    """Return the HTTP status of an error; a repository that does not exist counts as 401, as on the Hub."""
     for found in (error, error.__cause__):
         if isinstance(found, RepositoryNotFoundError):
             return 401
@@ -185,7 +183,7 @@ def _status_of(error: BaseException) -> int | None:
 
 
 def _is_local(error: Exception) -> bool:
-    """Tell errors of this machine's disk (full, read-only) from those of the network."""
+    """Return whether an error is of this machine's disk (full, read-only) and not of the network."""
     return isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError)
 
 

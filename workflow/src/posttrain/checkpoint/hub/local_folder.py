@@ -1,7 +1,7 @@
-"""A checkpoint's files from a folder on this machine: hard links where possible, else copies; all read.
+"""Checkpoint files from a local folder: hard links where possible, otherwise copies; every file is read.
 
-Nothing is ever written to that folder. Where it is a download of this workflow, the Hub's list lies beside it and every
-file is compared with it; where a step of the workflow made it, with that step's receipt.
+The folder is never written to. The files of a workflow download are compared with its Hub list; the files of a workflow
+step, with the step's receipt.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ KEY = "model.source.folder"
 
 
 def list_folder(origin: Path, receipt: Receipt | None = None) -> Manifest:
-    """List the needed files of a folder, with the hashes that somebody vouches for.
+    """List the needed files of a folder, with the hashes of its Hub list or receipt.
 
     Args:
         origin: Folder in Hub layout.
-        receipt: Of the step that made it.
+        receipt: Receipt of the step that made it.
 
     Raises:
-        ConfigError: There is no such folder, or nothing in it that is needed.
-        CheckpointError: A file that the Hub's list or the receipt names is missing or of another size.
+        ConfigError: The folder does not exist or has no needed files.
+        CheckpointError: A file in the Hub's list or the receipt is missing or has another size.
     """
     if not origin.is_dir():
         allowed = "a folder with a checkpoint in Hub layout"
@@ -75,20 +75,20 @@ def _vouched(
 
 
 def place_files(origin: Path, folder: Path, files: Collection[ListedFile], num_workers: int) -> tuple[FileRecord, ...]:
-    """Give listed files of a local checkpoint a second name in `folder`, or copy them from another file system.
+    """Hard-link listed files of a local checkpoint into `folder`, or copy them from another file system.
 
     Args:
         origin: Folder in Hub layout; never written to.
-        folder: The partial folder; right files that are there already are kept.
-        files: Which files.
-        num_workers: Files handled at a time.
+        folder: The partial folder; correct files in it are kept.
+        files: Files to place.
+        num_workers: Number of files processed at a time.
 
     Returns:
         One record per file, in the order of `files`.
 
     Raises:
-        CheckpointError: Listing every file that is not what is listed.
-        OSError: No space on the disk.
+        CheckpointError: Files differ from the list; names each one.
+        OSError: The disk is full.
     """
     folder.mkdir(parents=True, exist_ok=True)
     remove_half_written(folder)
@@ -105,10 +105,10 @@ class LocalFiles:
     """Files of a folder; see `fill_folder.Maker`.
 
     Args:
-        origin: The folder.
+        origin: Source folder.
 
     Attributes:
-        wrong: One line for each file that was brought and is not what is listed.
+        wrong: One line for each placed file that differs from the list.
     """
 
     def __init__(self, origin: Path):
@@ -116,19 +116,19 @@ class LocalFiles:
         self.wrong: list[str] = []
 
     def check(self, file: ListedFile, folder: Path) -> tuple[FileRecord | None, str]:
-        """Accept a link to the original, or a copy with the original's content."""
+        """Accept a link to the original, or a copy with the same content."""
         source, target = self._origin / file.path, folder / file.path
         record, reason = verify_file(target, file)
         is_original = target.samefile(source) or (record and hash_file(source) == record.xxh3_128)
         return (record, reason) if is_original else (None, reason or f"differs from {source}")
 
     def missing_bytes(self, file: ListedFile, folder: Path) -> int:
-        """Count what a copy takes; a link takes nothing."""
+        """Return the size of a copy; a link needs no space."""
         same_disk = (self._origin / file.path).stat().st_dev == folder.stat().st_dev
         return 0 if same_disk else file.size_bytes
 
     def make(self, file: ListedFile, folder: Path, progress: TransferProgress) -> FileRecord | None:
-        """Link or copy a file, and hash it; None when it is not what is listed."""
+        """Link or copy a file, and hash it; None if it differs from the list."""
         source, target = self._origin / file.path, file.path.below(folder)
         if hard_link(source, target):
             record, reason = verify_file(target, file)

@@ -1,7 +1,7 @@
-"""How often something is asked again that may well work next time, and how long is waited between.
+"""Retry rules for transient network errors.
 
-A server that is busy says when to come back (`Retry-After`); else the wait doubles from one failure to the next. What
-arrives meanwhile counts as success: only failures in a row, without a byte between them, use the attempts up.
+A busy server sets the wait (`Retry-After`); otherwise the wait doubles with each failure. Received bytes reset the
+count: only consecutive failures without a byte use up the attempts.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from huggingface_hub.errors import HfHubHTTPError
 
 log = logging.getLogger(__name__)
 
-# Too many requests, a request that took too long, and what servers say that are overloaded or restarted.
+# Rate limits, timeouts, and the statuses of overloaded or restarting servers.
 BUSY_STATUSES = (408, 429, 500, 502, 503, 504)
-# Connections that could not be made, were cut or fell silent.
+# Connections that failed, were cut or timed out.
 CUT = (NetworkError, ProxyError, RemoteProtocolError, TimeoutException)
-# A server that asks for more patience is left alone: the user had better know.
+# A longer `Retry-After` ends the retries and is reported to the user.
 LONGEST_RETRY_AFTER_SECONDS = 900.0
 
 
 @dataclass(frozen=True)
 class RetryRule:
-    """When to give up.
+    """Retry limits.
 
     Args:
-        num_retries: Attempts after the first one that fail without a byte between them.
-        first_wait_seconds: Before the first of them; doubled for each next one.
-        longest_wait_seconds: Upper limit of that; not of what a server asks for.
-        busy_statuses: HTTP statuses after which asking again may help.
+        num_retries: Consecutive failures without a byte, after the first attempt.
+        first_wait_seconds: Wait before the first retry; doubled for each next one.
+        longest_wait_seconds: Upper limit of that wait; does not limit `Retry-After`.
+        busy_statuses: HTTP statuses that are retried.
     """
 
     num_retries: int = 8
@@ -43,12 +43,12 @@ class RetryRule:
 
 
 class BadStatus(RuntimeError):
-    """An answer with a status that is no success.
+    """A response with an error status.
 
     Args:
         status: HTTP status.
         retry_after: The header of that name; "" without one.
-        content_server: Who answered, where that is not the Hub itself.
+        content_server: The server that answered, if it is not the Hub.
     """
 
     def __init__(self, status: int, retry_after: str = "", content_server: str = ""):
@@ -57,16 +57,16 @@ class BadStatus(RuntimeError):
 
 
 class GaveUp(RuntimeError):
-    """Tried as often as allowed; the cause is the last failure."""
+    """All attempts failed; the cause is the last failure."""
 
 
 class Retries:
-    """The failures of one piece of work in a row.
+    """Consecutive failures of one operation.
 
     Args:
-        rule: When to give up.
-        what: Named in the log.
-        pause: Waits for some seconds; may raise to end the work.
+        rule: Retry limits.
+        what: Name for the log.
+        pause: Waits for some seconds; may raise to end the operation.
     """
 
     def __init__(self, rule: RetryRule, what: str, pause: Callable[[float], None] = time.sleep):
@@ -74,19 +74,19 @@ class Retries:
         self._failures = 0
 
     def wait_after(self, error: Exception, made_progress: bool = False) -> None:
-        """Wait until the next attempt, or raise when there is none left: see `seconds_after`."""
+        """Wait until the next attempt, or raise if none is left; see `seconds_after`."""
         self._pause(self.seconds_after(error, made_progress))
 
     def seconds_after(self, error: Exception, made_progress: bool = False) -> float:
-        """Return how long to wait until the next attempt, or raise when there is none left.
+        """Return the seconds until the next attempt, or raise if none is left.
 
         Args:
-            error: Why the attempt failed.
-            made_progress: Bytes arrived since the last failure.
+            error: The failure.
+            made_progress: Whether bytes arrived since the last failure.
 
         Raises:
-            Exception: `error` itself when trying again is no use.
-            GaveUp: From `error`, when it was tried as often as the rule allows.
+            Exception: `error` itself if it cannot be retried.
+            GaveUp: From `error`, after the last attempt.
         """
         status = status_of(error)
         if not (isinstance(error, CUT) or status in self._rule.busy_statuses):
@@ -104,14 +104,14 @@ class Retries:
 
 
 def status_of(error: BaseException | None) -> int | None:
-    """Return the HTTP status behind an error, None when there was no answer."""
+    """Return the HTTP status of an error; None without a response."""
     if isinstance(error, BadStatus):
         return error.status
     return error.response.status_code if isinstance(error, HfHubHTTPError) else None
 
 
 def _retry_after(error: Exception) -> float | None:
-    """Return how many seconds the server asks to wait, given as a number or as a date."""
+    """Return the seconds in `Retry-After`, which holds a number or a date."""
     if isinstance(error, BadStatus):
         text = error.retry_after
     else:

@@ -1,4 +1,4 @@
-"""Where a chain of receipts begins: the Hub's list of files, a local folder, a seed."""
+"""The origin of a chain of receipts: the Hub's list of files, a local folder, or a seed."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from posttrain.report.provenance import Artifact
 from posttrain.store import FileRecord, Receipt, hash_file, manifest_of
 
 STEP = "finalize_hf_checkpoint"
-# What tells in the settings of other steps where they begin.
+# Settings that name the origin in receipts of other steps.
 NAMES_OF_SOURCES = ("kind", "repo_id", "revision", "train_file", "seed")
 
 
 def check_source(artefact: Artifact) -> tuple[str, list[str]]:
-    """Return in words what an artefact without inputs came from, and what is wrong with that.
+    """Describe the origin of an artefact without inputs; return it with the problems found.
 
     Args:
-        artefact: One whose receipt names no other.
+        artefact: An artefact whose receipt names no inputs.
     """
     receipt = artefact.receipt
     assert receipt is not None
@@ -44,7 +44,7 @@ def check_source(artefact: Artifact) -> tuple[str, list[str]]:
 
 
 def _unlike_list(folder: Path, record: FileRecord, listed: ListedFile | None) -> str:
-    """Tell how a file's receipt differs from the list; small files, of which the Hub has Git's id, are read."""
+    """Return how a file's receipt differs from the list; reads small files, for which the Hub has only Git's id."""
     path = folder / record.path
     if listed is None:
         return f"{path}: not in the list of its source"
@@ -63,7 +63,7 @@ def _check_folder(origin: Path, folder: Path, receipt: Receipt) -> list[str]:
 
 
 def _is_same(path: Path, folder: Path, record: FileRecord) -> bool:
-    """Compare a file of the source; one that is only another name of ours is read with ours."""
+    """Compare a file of the source; reads it unless it is a hard link of ours."""
     if not path.is_file():
         return False
     ours = folder / record.path

@@ -1,9 +1,9 @@
-"""The bytes of one file from the Hub, resumed where an earlier attempt stopped, in this process or in another one.
+"""Resumable HTTP download of one file from the Hub.
 
-`huggingface_hub` gives address, headers and token, and begins a file anew in each process; for shards of gigabytes the
-transfer is therefore ours. What has arrived lies in `.download/` below the folder, under a name that says which
-content it belongs to, so that a file which changed is never continued. It is hashed when it is taken up, what follows
-is hashed on arrival, and the file gets its name only when the whole is what the Hub lists.
+`huggingface_hub` provides URL, headers and token, but restarts a file in each process; shards of gigabytes need
+resumption across processes, so this module transfers the bytes. Incomplete files are in `.download/` in the folder,
+with the content id in the name, so that a changed file is never continued. Existing bytes are hashed on resumption and
+new ones on arrival; the file is renamed after its hash matches the Hub's list.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from posttrain.store.names import refuse_link
 log = logging.getLogger(__name__)
 
 STAGING = ".download"
-# Once more, in case an earlier process left wrong bytes; bytes that arrive wrong twice are the path's fault.
+# The second attempt covers wrong bytes of an earlier process; two mismatches are a fault of the network path.
 ATTEMPTS_PER_FILE = 2
 _CONTENT_RANGE = re.compile(r"bytes (?:(?P<start>\d+)-\d+|\*)/(?P<total>\d+)")
 
 
 class WrongLength(Exception):
-    """The server has another number of bytes than the Hub lists."""
+    """The server's file has another length than the Hub lists."""
 
 
 class HttpFiles:
@@ -49,7 +49,7 @@ class HttpFiles:
 
     Args:
         source: The repository at its commit.
-        rule: How often to try again.
+        rule: Retry limits.
     """
 
     def __init__(self, source: HubSource, rule: RetryRule):
@@ -60,16 +60,16 @@ class HttpFiles:
         return verify_file(folder / file.path, file)
 
     def missing_bytes(self, file: ListedFile, folder: Path) -> int:
-        """Count what has not arrived."""
+        """Return the bytes that have not arrived."""
         path = incomplete_path(folder, file)
         return max(0, file.size_bytes - (path.stat().st_size if path.exists() else 0))
 
     def make(self, file: ListedFile, folder: Path, progress: TransferProgress) -> FileRecord:
-        """Receive a file, or the rest of it, and verify it; wrong bytes are thrown away and fetched once more.
+        """Receive a file or its remainder, and verify it; wrong bytes are discarded and fetched once more.
 
         Raises:
-            CheckpointError: The bytes stay wrong.
-            RuntimeError: No connection, or another process fetches the file.
+            CheckpointError: The bytes are wrong twice.
+            RuntimeError: The connection fails, or another process fetches the file.
         """
         path, reason = incomplete_path(folder, file), ""
         with _open_alone(path) as output, explained(self._source, file.path):
@@ -89,7 +89,7 @@ class HttpFiles:
         )
 
     def _complete(self, output: FileIO, file: ListedFile, progress: TransferProgress) -> ContentHashes:
-        """Receive what is missing, over as many connections as it takes, and return the hashes of the whole."""
+        """Receive the missing bytes, reconnecting as needed, and return the hashes of the whole file."""
         hashes = _take_up(output, file, progress)
         retries = Retries(self._rule, f"{self._source}: {file.path}", progress.pause)
         while hashes.size_bytes < file.size_bytes:
@@ -104,7 +104,7 @@ class HttpFiles:
         return hashes
 
     def _receive(self, output: FileIO, file: ListedFile, hashes: ContentHashes, progress: TransferProgress) -> None:
-        """Receive over one connection, from where `hashes` stands."""
+        """Receive over one connection, starting at `hashes.size_bytes`."""
         with self._open(file, hashes.size_bytes) as response:
             if hashes.size_bytes and response.status_code == 200:
                 log.info("%s: %s: the server sends no ranges, the file begins anew", self._source, file.path)
@@ -123,7 +123,7 @@ class HttpFiles:
 
     @contextlib.contextmanager
     def _open(self, file: ListedFile, start: int) -> Iterator[Response]:
-        """Ask for a file from byte `start` on; the address is asked for anew each time, because it expires."""
+        """Request a file from byte `start` on; resolves the URL each time, because it expires."""
         source = self._source
         url = hf_hub_url(
             source.repo_id,
@@ -137,7 +137,7 @@ class HttpFiles:
         headers = build_hf_headers() | {"Accept-Encoding": "identity"}
         content_server = ""
         if _origin_of(found.location) != _origin_of(url):
-            # The token is for the Hub alone; the address of a content server carries its own permission.
+            # The token is only for the Hub; a content server's URL carries its own permission.
             headers.pop("authorization", None)
             content_server = "://".join(_origin_of(found.location))
         if start:
@@ -151,7 +151,7 @@ class HttpFiles:
             yield response
 
     def _require_same(self, file: ListedFile, commit: str | None, etag: str | None) -> None:
-        """Refuse a file that the Hub now says is another one; a mirror's own ETag says nothing."""
+        """Raise if the Hub's file has changed since it was listed; a mirror's own ETag is ignored."""
         listed = file.sha256 or file.git_blob
         is_hash = bool(etag and len(etag) == len(listed) and re.fullmatch("[0-9a-f]+", etag))
         if (commit and commit != self._source.revision) or (is_hash and etag != listed):
@@ -163,17 +163,17 @@ class HttpFiles:
 
 
 def incomplete_path(folder: Path, file: ListedFile) -> Path:
-    """Return where a file lies while it arrives: named after its content."""
+    """Return the path of an incomplete file, which contains the content id."""
     return folder / STAGING / f"{file.path.replace('/', '--')}.{file.content_id[:16]}.incomplete"
 
 
 @contextlib.contextmanager
 def _open_alone(path: Path) -> Iterator[FileIO]:
-    """Open an incomplete file that no other process of this node, or behind a shared lock, has open.
+    """Open an incomplete file and lock it against other processes of this node or of the shared file system.
 
     Raises:
-        RuntimeError: When one has.
-        CheckpointError: When somebody has put a link in the place of the folder of such files.
+        RuntimeError: Another process holds the lock.
+        CheckpointError: The folder of incomplete files is a link.
     """
     refuse_link(path.parent)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -183,7 +183,7 @@ def _open_alone(path: Path) -> Iterator[FileIO]:
         except BlockingIOError as error:
             raise RuntimeError(f"{path}: another process fetches this file; run again when it has ended") from error
         except OSError as error:
-            # Then the store's own lock and the final hash must do.
+            # The store's own lock and the final hash still protect the file.
             log.info("%s: the file system has no locks (%s)", path, error.strerror)
         if not path.exists() or not os.path.samestat(path.stat(), os.fstat(file.fileno())):
             raise RuntimeError(f"{path}: another process has just fetched this file; run again")
@@ -191,7 +191,7 @@ def _open_alone(path: Path) -> Iterator[FileIO]:
 
 
 def _take_up(output: FileIO, file: ListedFile, progress: TransferProgress) -> ContentHashes:
-    """Hash what an earlier attempt has left; bytes that do not belong there are found by the final hash."""
+    """Hash the bytes of an earlier attempt; the final hash detects wrong ones."""
     size = os.fstat(output.fileno()).st_size
     if size > file.size_bytes:
         output.truncate(0)
@@ -212,10 +212,10 @@ def _empty(output: FileIO, hashes: ContentHashes, progress: TransferProgress) ->
 
 
 def _require_length(response: Response, file: ListedFile, start: int) -> None:
-    """Compare what the server announces with the list, before a byte is written.
+    """Compare the announced length with the list, before writing a byte.
 
     Raises:
-        WrongLength: When its file is longer or shorter, or begins elsewhere.
+        WrongLength: The server's file has another length, or the response starts elsewhere.
     """
     headers: Mapping[str, str] = response.headers
     if response.status_code == 206:

@@ -1,8 +1,8 @@
-"""Files from the Hub by the library's own transfer, which speaks Xet where the repository is stored that way.
+"""Downloads with the Hub library's own transfer, which uses Xet where the repository does.
 
-Xet fetches only the chunks of a file that are not in its cache, from many places at once. Its limits: how far it has
-come is known to the library alone, so a process that was killed begins its file anew (`transfer` goes on at the
-byte), and what it retries is its own affair.
+Xet fetches only the chunks of a file that are not in its cache, over many connections. Its limits: progress is internal
+to the library, so a killed process restarts its file (`transfer` resumes at the byte), and its retries cannot be
+configured.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class XetFiles(HttpFiles):
     """Files of a Hub repository through `hf_hub_download`."""
 
     def missing_bytes(self, file: ListedFile, folder: Path) -> int:
-        """Count the whole file: what an earlier process began is of no use."""
+        """Return the whole size: an earlier process's progress is lost."""
         return file.size_bytes
 
     def make(self, file: ListedFile, folder: Path, progress: TransferProgress) -> FileRecord:
-        """Download a file into a staging folder of its own, verify it there, then give it its name.
+        """Download a file into its own staging folder, verify it there, then rename it.
 
         Raises:
             CheckpointError: The bytes are wrong.
-            RuntimeError: No connection.
+            RuntimeError: The connection fails.
         """
         home = folder / STAGING / "xet" / f"{file.path.replace('/', '--')}"
         for where in (folder / STAGING, home.parent, home):
@@ -68,7 +68,7 @@ class XetFiles(HttpFiles):
 
 def _bar_class(progress: TransferProgress) -> type[tqdm]:
     class ForwardingBar(tqdm):
-        """Passes the library's counts on to our bar and shows nothing itself."""
+        """Forwards the library's counts to our bar and displays nothing."""
 
         def __init__(self, *args: Any, **kwargs: Any):
             super().__init__(*args, **{**kwargs, "disable": True})
@@ -77,9 +77,9 @@ def _bar_class(progress: TransferProgress) -> type[tqdm]:
             progress.advance(int(n or 0))
 
         def update_transfer(self, n: float | None = 1) -> None:
-            """Leave out: Xet counts compressed bytes here, and the file's own in `update`."""
+            """Do nothing: Xet counts compressed bytes here, and file bytes in `update`."""
 
         def set_transfer_postfix_str(self, postfix: str, refresh: bool = False) -> None:
-            """Leave out: nothing is shown."""
+            """Do nothing: no bar is displayed."""
 
     return ForwardingBar

@@ -1,12 +1,12 @@
-"""The one table of parameter names: the Hub's on one side, Megatron's on the other.
+"""The table of parameter names: Hub names and the matching Megatron names.
 
-Each tensor of the Hub is one rectangular chunk of one of Megatron's tensors, or a few of them (`Placement`). Most are
-the whole of it; Megatron joins the projections of a grouped attention, the gate and up projections of an MLP, and the
-experts of a layer. Every decoder layer has names of its own (`decoder.layers.7.`), as Megatron gives them to models
-whose layers differ; a checkpoint says so in its `common.pt` (`torch_dist.py`).
+Each Hub tensor is one or more rectangular chunks of a Megatron tensor (`Placement`). Most are the whole tensor;
+Megatron joins the projections of a grouped attention, the gate and up projections of an MLP, and the experts of a
+layer. Every decoder layer has its own names (`decoder.layers.7.`), as in Megatron's models with heterogeneous layers; a
+checkpoint declares this in its `common.pt` (`torch_dist.py`).
 
-Everything follows from `config.schema.Architecture`; no weights are needed. Conversion, export, weight sync and the
-check of a downloaded checkpoint all read this table.
+The table follows from `config.schema.Architecture` without reading weights. Conversion, export, weight sync and the
+check of a downloaded checkpoint use it.
 """
 
 from posttrain.checkpoint.param_names.other_trainers import find_placement, newest_checkpoint

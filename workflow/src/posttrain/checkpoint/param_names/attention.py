@@ -1,11 +1,11 @@
 """Names of attention: with latents (MLA) and its indexer (DSA), or with grouped queries (GQA).
 
-Megatron joins the projections of a GQA layer to one, group by group: N / G query heads, their key head, their value
-head. With D the width of a head,
+Megatron joins the projections of a GQA layer, group by group: N / G query heads, their key head, their value head. With
+head width D,
 
-    linear_qkv.weight  [G (N / G + 2) D, H]    group g: its queries, (N / G) D rows, then its key and its value, D each
+    linear_qkv.weight  [G (N / G + 2) D, H]    group g: (N / G) D query rows, then D key rows and D value rows
 
-and the same for the bias. So one tensor of the Hub is G blocks of rows.
+and likewise the bias. One Hub tensor is therefore G blocks of rows.
 
 Letters: H hidden_size, N query heads, G key-value heads, D head width.
 """
@@ -20,7 +20,7 @@ from posttrain.config.schema import Architecture
 
 
 def latent_attention(arch: Architecture, hf: str, key: str, layer: int) -> Iterator[Placement]:
-    """Yield the placements of an MLA layer, its indexer included where it has one."""
+    """Yield the placements of an MLA layer, including its indexer if it has one."""
     width, heads = arch.hidden_size, arch.num_attention_heads
     q_rank, kv_rank = arch.q_lora_rank, arch.kv_lora_rank
     rope, nope, value = arch.qk_rope_head_dim, arch.qk_nope_head_dim, arch.v_head_dim

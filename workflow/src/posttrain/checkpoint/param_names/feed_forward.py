@@ -1,12 +1,12 @@
 """Names of the dense MLP and of the experts.
 
-Megatron joins the gate and up projections of an MLP, upper and lower rows of `linear_fc1`, and stacks the experts of a
-layer along a first dimension of their own:
+Megatron joins the gate and up projections of an MLP as upper and lower rows of `linear_fc1`, and stacks the experts
+of a layer along an additional first dimension:
 
     mlp.experts.experts.linear_fc1.weight  [E, 2F, H]    expert e: gate_proj at [e, 0:F, :], up_proj at [e, F:2F, :]
     mlp.experts.experts.linear_fc2.weight  [E, H, F]     expert e: down_proj at [e, :, :]
 
-(The second `experts` is Megatron's: its name for the stack inside the module of that name.)
+(Megatron names the stack `experts` inside the module `experts`.)
 
 Letters: H hidden_size, F the width of an MLP, E experts.
 """

@@ -1,13 +1,13 @@
-"""The same tensors in checkpoints that slime, miles or Megatron-LM itself wrote.
+"""Parameter names in checkpoints that slime, miles or Megatron-LM wrote.
 
-They hold Megatron's model as its `save_checkpoint` writes it: `iter_0000080/` or `release/` beside a file that names
-the newest. What differs from our table:
+Megatron's `save_checkpoint` writes `iter_0000080/` or `release/` and a file that names the newest. Differences from our
+table:
 
-- Layers that are alike are one tensor, stacked along a first dimension: `decoder.layers.mlp.linear_fc1.weight`.
-- Transformer Engine joins a norm to the linear map behind it, and names it after that.
-- GLM-5's indexer stands in the attention itself, and its heads have the rotated part last, where the Hub has it first.
-- The vocabulary is padded to a multiple that tensor parallelism divides.
-- Newer versions of Megatron call the layer inside an MTP layer `mtp_model_layer`.
+- Identical layers are one tensor, stacked along a first dimension: `decoder.layers.mlp.linear_fc1.weight`.
+- Transformer Engine fuses a norm into the next linear layer, and names it after that layer.
+- GLM-5's indexer is part of the attention module, and the rotated part of its heads comes last; on the Hub, first.
+- The vocabulary is padded to a multiple that is divisible by the tensor-parallel size.
+- Newer versions of Megatron name the layer inside an MTP layer `mtp_model_layer`.
 
 Source: megatron-core 0.19.2, `models/gpt/gpt_layer_specs.py`; miles, `miles_plugins/models/glm5/glm5.py` and
 `miles_plugins/mbridge/deepseek_v32.py`.
@@ -27,11 +27,11 @@ from posttrain.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
-# Rows are added up to a multiple of 128 times the tensor-parallel ranks.
+# Megatron pads rows to a multiple of 128 times the tensor-parallel size.
 _PADDING_MULTIPLE, _MAX_PADDING = 128, 128 * 64
 _PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
 _INDEXER = "self_attention.core_attention.indexer."
-# Ends of keys: ours -> theirs.
+# Key suffixes: ours -> other trainers'.
 _RENAMED = {
     "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
     "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
@@ -47,10 +47,10 @@ _RENAMED_AND_TURNED = {
 
 
 def newest_checkpoint(folder: Path) -> Path:
-    """Return the checkpoint that a trainer's folder names as its newest; any other folder is one itself.
+    """Return the newest checkpoint in a trainer's folder; returns any other folder itself.
 
     Raises:
-        CheckpointError: When the file that should name it does not.
+        CheckpointError: The tracker file names no checkpoint.
     """
     tracker = folder / TRACKER
     if not tracker.exists():
@@ -64,12 +64,12 @@ def newest_checkpoint(folder: Path) -> Path:
 def find_placement(
     placement: Placement, arch: Architecture, shape_of: Callable[[str], Shape | None]
 ) -> Placement | None:
-    """Return where a tensor lies in a checkpoint, in our spelling or in another's; None when it has none of them.
+    """Return the placement of a tensor in a checkpoint, under our or another trainer's name; None if it has neither.
 
     Args:
-        placement: Where our table puts it.
+        placement: Placement in our table.
         arch: Dimensions of the model.
-        shape_of: Dimensions of a tensor of the checkpoint, None when it has no such tensor.
+        shape_of: Returns the shape of a checkpoint tensor, or None if it does not exist.
     """
     for candidate in _spellings(placement, arch):
         if shape := shape_of(candidate.key):
@@ -101,7 +101,7 @@ def _renamed(placement: Placement, arch: Architecture) -> Iterator[Placement]:
 
 
 def _turned(placement: Placement, arch: Architecture) -> Placement:
-    """Read each head's last `qk_rope_head_dim` rows before its others."""
+    """Move the last `qk_rope_head_dim` rows of each head to its start."""
     rotated, head = arch.qk_rope_head_dim, arch.index_head_dim
     num_rows, *columns = placement.global_shape
     zeros = tuple(0 for _ in columns)

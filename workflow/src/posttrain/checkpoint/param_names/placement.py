@@ -1,4 +1,4 @@
-"""Where one tensor of the Hub lies in Megatron's tensors."""
+"""Locations of Hub tensors in Megatron's tensors."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from posttrain.checkpoint.quantization.tiling import Chunk, Shape
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a tensor of the Hub lies in Megatron's tensor.
+    """Location of a Hub tensor in a Megatron tensor.
 
     Args:
-        hf_name: Name on the Hub.
+        hf_name: Hub name.
         key: Name in Megatron's distributed checkpoint.
-        dtype: Precision on the Hub, "BF16" or "F32".
-        global_shape: Dimensions of Megatron's whole tensor.
-        boxes: First index and extent of each chunk. The Hub's tensor is the chunks one below the other.
-        num_stack_axes: Leading dimensions of Megatron's tensor that the Hub's does not have: each box has one index
-            there, that of an expert for instance.
+        dtype: Hub dtype, "BF16" or "F32".
+        global_shape: Shape of Megatron's whole tensor.
+        boxes: First index and extent of each chunk. Concatenated along its first dimension, they are the Hub tensor.
+        num_stack_axes: Leading dimensions of Megatron's tensor that the Hub tensor does not have, for example the
+            expert's index; the extent of each box is 1 there.
     """
 
     hf_name: str
@@ -31,18 +31,18 @@ class Placement:
 
     @property
     def spec(self) -> TensorSpec:
-        """Shape and dtype on the Hub."""
+        """Hub shape and dtype."""
         shapes = [sizes[self.num_stack_axes :] for _, sizes in self.boxes]
         return TensorSpec((sum(shape[0] for shape in shapes), *shapes[0][1:]), self.dtype)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the tensor on the Hub."""
+        """Size of the Hub tensor."""
         return self.spec.size_bytes
 
     @property
     def chunks(self) -> tuple[tuple[Chunk, slice], ...]:
-        """Each box with the rows of the Hub's tensor that lie in it."""
+        """Each box with the matching rows of the Hub tensor."""
         parts, start = [], 0
         for box in self.boxes:
             end = start + box[1][self.num_stack_axes]
@@ -52,17 +52,17 @@ class Placement:
 
 
 def whole(hf_name: str, key: str, shape: Shape, dtype: str = "BF16") -> Placement:
-    """Return the placement of a tensor that is the same on both sides."""
+    """Return the placement of a tensor that is identical in both layouts."""
     return Placement(hf_name, key, dtype, shape, (((0,) * len(shape), shape),))
 
 
 def rows(hf_name: str, key: str, shape: Shape, starts: tuple[int, ...], num_rows: int) -> Placement:
-    """Return the placement of a tensor that is blocks of `num_rows` rows of another, at `starts`."""
+    """Return the placement of a tensor that consists of blocks of `num_rows` rows at `starts`."""
     columns = shape[1:]
     boxes = tuple(((start, *(0 for _ in columns)), (num_rows, *columns)) for start in starts)
     return Placement(hf_name, key, "BF16", shape, boxes)
 
 
 def expert_rows(hf_name: str, key: str, shape: Shape, expert: int, start: int, num_rows: int) -> Placement:
-    """Return the placement of a tensor of one expert in the stack of all: `num_rows` rows from `start`."""
+    """Return the placement of one expert's tensor in the stack of experts: `num_rows` rows from `start`."""
     return Placement(hf_name, key, "BF16", shape, (((expert, start, 0), (1, num_rows, shape[2])),), num_stack_axes=1)

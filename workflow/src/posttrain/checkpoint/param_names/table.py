@@ -1,7 +1,7 @@
-"""The table itself, in both directions, and what a checkpoint must hold.
+"""The name table in both directions, and the tensors that a checkpoint must hold.
 
-Each decoder layer has two norms. In layers with latents they stand alone. In layers with grouped queries Megatron
-counts a norm to the linear map behind it, whether or not both are computed by one kernel.
+Each decoder layer has two norms. In MLA layers they are separate modules. In GQA layers Megatron makes a norm part of
+the next linear layer, whether or not one kernel computes both.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from posttrain.errors import CheckpointError
 
 @cache
 def to_megatron(arch: Architecture) -> tuple[Placement, ...]:
-    """Return the placement of every tensor of the checkpoint, first layer to last, MTP layers after."""
+    """Return the placement of every tensor of the checkpoint, from first to last layer, then MTP layers."""
     width, vocab, decoder_layers = arch.hidden_size, arch.vocab_size, arch.num_hidden_layers
     table = [whole("model.embed_tokens.weight", "embedding.word_embeddings.weight", (vocab, width))]
     for i in range(decoder_layers):
@@ -38,31 +38,31 @@ def to_megatron(arch: Architecture) -> tuple[Placement, ...]:
 
 @cache
 def by_hf_name(arch: Architecture) -> Mapping[str, Placement]:
-    """Return the placement of each tensor of the Hub."""
+    """Return the placement of each Hub tensor by name."""
     return {placement.hf_name: placement for placement in to_megatron(arch)}
 
 
 @cache
 def by_key(arch: Architecture) -> Mapping[str, tuple[Placement, ...]]:
-    """Return what each of Megatron's tensors is made of: the inverse of `to_megatron`."""
+    """Return the placements in each Megatron tensor: the inverse of `to_megatron`."""
     grouped: dict[str, list[Placement]] = {}
     for placement in to_megatron(arch):
         grouped.setdefault(placement.key, []).append(placement)
     return {key: tuple(placements) for key, placements in grouped.items()}
 
 
-# ---- what a checkpoint must hold ----
+# ---- required tensors ----
 
 
 def expected_tensors(arch: Architecture) -> dict[str, TensorSpec]:
-    """Return shape and dtype of every tensor that a checkpoint must have, MTP layers included."""
+    """Return shape and dtype of every required tensor, including MTP layers."""
     return {placement.hf_name: placement.spec for placement in to_megatron(arch)}
 
 
 def optional_copies(arch: Architecture) -> dict[str, str]:
-    """Return the tensors that a checkpoint may repeat -> the trained tensor whose value each has.
+    """Return the tensors that a checkpoint may duplicate -> the trained tensor with the same value.
 
-    MTP layers may have their own embedding and output matrix, and a tied output matrix may be written out.
+    MTP layers may have their own embedding and output matrix; a tied output matrix may be stored explicitly.
     """
     embedding, head = "model.embed_tokens.weight", "lm_head.weight"
     copies = {}
@@ -76,21 +76,21 @@ def optional_copies(arch: Architecture) -> dict[str, str]:
 
 
 def mtp_layer_of(arch: Architecture, name: str) -> int:
-    """Return the number of the layer that a tensor's name begins with, if it lies behind the decoder's; else 0."""
+    """Return the layer number in a tensor's name if it is an MTP layer, after the decoder; otherwise 0."""
     match = re.match(r"model\.layers\.(\d+)\.", name)
     layer = int(match[1]) if match else 0
     return layer if layer >= arch.num_hidden_layers else 0
 
 
 def compare_tensors(arch: Architecture, found: Mapping[str, TensorSpec]) -> list[str]:
-    """Compare the tensors of a checkpoint with what the architecture needs.
+    """Compare a checkpoint's tensors with the architecture.
 
     Args:
         arch: Dimensions of the model.
-        found: Name -> shape and dtype of what is there.
+        found: Name -> shape and dtype in the checkpoint.
 
     Returns:
-        One line per tensor that is missing, unknown, or of another shape or dtype; empty when all is well.
+        One line per tensor that is missing, unknown, or has another shape or dtype; empty if all match.
     """
     expected = expected_tensors(arch)
     allowed = expected | {copy: expected[original] for copy, original in optional_copies(arch).items()}
@@ -105,10 +105,10 @@ def compare_tensors(arch: Architecture, found: Mapping[str, TensorSpec]) -> list
 
 
 def require_tensors(reader: CheckpointReader, arch: Architecture) -> None:
-    """Refuse a checkpoint whose tensors are not exactly those of the architecture.
+    """Raise unless a checkpoint's tensors are exactly those of the architecture.
 
     Raises:
-        CheckpointError: Listing the tensors that are missing, unknown, or of another shape or dtype.
+        CheckpointError: Tensors are missing, unknown, or have another shape or dtype; lists them.
     """
     lines = compare_tensors(arch, {name: info.spec for name, info in reader.infos.items()})
     if lines:

@@ -1,8 +1,8 @@
-"""A checkpoint in Hub layout made from another, tensor by tensor, with its numbers in another format.
+"""A checkpoint in Hub layout made from another, tensor by tensor, in another number format.
 
-Quantising and casting back are such recodings. The shards follow from the source's names, shapes and dtypes
-alone (`shard_writer.assign_shards`), and each is written whole by one part. So the folder has the same bytes
-for any number of parts and threads.
+Quantisation and the cast back are such recodings. The shards follow from the source's names, shapes and dtypes alone
+(`shard_writer.assign_shards`), and one part writes each whole shard. The bytes therefore do not depend on the number of
+parts and threads.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from posttrain.store import write_json
 
 
 class Recoding(Protocol):
-    """What becomes of each tensor of a checkpoint.
+    """Converts each tensor of a checkpoint.
 
     Attributes:
         reader: The source.
-        names: The source's tensors, those that only say how to read another one left out.
-        settings: Everything besides the source that decides the bytes, as JSON.
+        names: The source's tensors, without those that only describe how to read another.
+        settings: Everything besides the source that determines the bytes, as JSON.
     """
 
     reader: CheckpointReader
@@ -44,19 +44,19 @@ class Recoding(Protocol):
     settings: Mapping[str, Any]
 
     def specs(self, hf_name: str) -> Mapping[str, TensorSpec]:
-        """Return names, shapes and dtypes of what `recode` makes of a tensor."""
+        """Return names, shapes and dtypes of the output of `recode`."""
 
     def recode(self, hf_name: str) -> Mapping[str, torch.Tensor]:
-        """Return what is stored for a tensor."""
+        """Return the stored tensors of a source tensor."""
 
     def small_files(self) -> Mapping[str, Any]:
-        """Return config.json and what else is written as JSON: name -> content, or None for a file left out."""
+        """Return config.json and the other JSON files: name -> content, or None for a file that is omitted."""
 
 
 def plan_shards(recoding: Recoding) -> dict[str, list[str]]:
-    """Return file name -> tensors of the source, in its order; about as many shards as the source has.
+    """Return file name -> source tensors, in order; about as many shards as the source has.
 
-    All that is made of one tensor lies in one file.
+    One file holds the whole output of a tensor.
     """
     sizes = {name: sum(spec.size_bytes for spec in recoding.specs(name).values()) for name in recoding.names}
     share = -(-sum(sizes.values()) // len(recoding.reader.index.files))
@@ -76,21 +76,21 @@ class RecodedFolder(Written):
         self._plan = plan_shards(recoding)
 
     def names(self, num_parts: int) -> Collection[str]:
-        """Return the shards, which are the same for any number of parts."""
+        """Return the shard names, which do not depend on the number of parts."""
         return self._plan
 
     def files(self, part: int, num_parts: int) -> Sequence[OutputFile]:
-        """Return a part's share: consecutive shards of about equal bytes."""
+        """Return a part's share: consecutive shards with about equal bytes."""
         shards = [self._output_file(name, held) for name, held in self._plan.items()]
         share = split_evenly([shard.size_bytes for shard in shards], num_parts)[part]
         return [shards[i] for i in share]
 
     def settings(self, parts: Mapping[str, Description]) -> Mapping[str, Any]:
-        """Return what decides the bytes."""
+        """Return the settings that determine the bytes."""
         return dict(self._recoding.settings)
 
     def complete(self, partial: Path, parts: Mapping[str, Description]) -> list[str]:
-        """Write index and config, and copy tokenizer and the like."""
+        """Write index and config, and copy the tokenizer and other small files."""
         recoding = self._recoding
         weight_map = {name: file for file, held in self._plan.items() for name in _specs_of(recoding, held)}
         write_index(partial, weight_map, _specs_of(recoding, recoding.names))
@@ -116,7 +116,7 @@ def _specs_of(recoding: Recoding, held: Sequence[str]) -> dict[str, TensorSpec]:
 
 
 def _write_shard(recoding: Recoding, held: Sequence[str], file: HashingFile) -> Notes:
-    """Write one shard; what is made of a tensor is kept until something is made of another one."""
+    """Write one shard; caches one source tensor's output at a time."""
     source_of = {name: hf_name for hf_name in held for name in recoding.specs(hf_name)}
     made: dict[str, torch.Tensor] = {}
 
@@ -139,6 +139,6 @@ def _recode(recoding: Recoding, hf_name: str) -> Mapping[str, torch.Tensor]:
         return made
     except CheckpointError as error:
         reader = recoding.reader
-        # What is read from several tensors has the name of none.
+        # A tensor that is read from several others has no file of its own.
         path = reader.folder / reader.file_of(hf_name) if hf_name in reader else reader.folder
         raise CheckpointError(f"{path}: {error}") from error

@@ -1,7 +1,7 @@
-"""How a folder comes to hold files, wherever they are from: what is there and right stays, the rest is made.
+"""Fills a folder with files: keeps the correct ones and makes the others.
 
-A `Maker` knows one kind of file: those of the Hub or of another folder, those that a step writes itself, those that are
-copied to a node's own disk. Every byte is read once: hashes are taken while a file is made.
+A `Maker` handles one kind of file: from the Hub or another folder, written by a step, or copied to a node's local disk.
+Every byte is read once: hashes are computed while a file is made.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ log = logging.getLogger(__name__)
 
 
 class Wanted(Protocol):
-    """A file that a folder must hold."""
+    """A file that the folder must hold."""
 
     @property
     def path(self) -> str:
-        """Its name in the folder."""
+        """Name in the folder."""
 
     @property
     def size_bytes(self) -> int:
-        """Its length, or about that."""
+        """Size, possibly approximate."""
 
 
 File = TypeVar("File", bound=Wanted)
@@ -40,22 +40,22 @@ MadeOut = TypeVar("MadeOut", covariant=True)
 
 
 class Maker(Protocol[FileIn, MadeOut]):
-    """Where files come from; what it returns of one that is right, is its record or more."""
+    """Source of files; returns the record of a correct file, or an object that contains it."""
 
     def check(self, file: FileIn, folder: Path) -> tuple[MadeOut | None, str]:
-        """Return what is known of a file that lies in `folder` and is right, or None and the reason."""
+        """Return the record of a correct file in `folder`, or None and the difference."""
 
     def missing_bytes(self, file: FileIn, folder: Path) -> int:
-        """Return what making a file will still take of the disk."""
+        """Return the disk space that the file still needs."""
 
     def make(self, file: FileIn, folder: Path, progress: TransferProgress) -> MadeOut | None:
-        """Put a right file under its name in `folder`; None when it is wrong and the maker keeps count of that."""
+        """Place the correct file under its name in `folder`; None if it is wrong and the maker has recorded that."""
 
 
 def keep_right_files(
     maker: Maker[File, Made], folder: Path, files: Collection[File], label: str, num_workers: int
 ) -> dict[str, Made]:
-    """Return path -> what is known of those files that are in `folder` and right; the others are named in the log."""
+    """Return path -> record of the correct files in `folder`; logs the others."""
     present = [file for file in files if (folder / file.path).is_file()]
     if not present:
         return {}
@@ -81,23 +81,23 @@ def make_files(
     num_workers: int,
     everything: Collection[File] = (),
 ) -> dict[str, Made]:
-    """Make files in `folder`, several at a time, the largest first.
+    """Make files in `folder`, several at a time, largest first.
 
     Args:
-        maker: Where they come from.
-        folder: Gets each file when it is complete and right.
-        files: Those that are not there, or not right.
-        label: Of the progress bar.
-        num_workers: Files made at a time.
-        everything: What other jobs make in the same folder; the disk must have room for all of it.
+        maker: Source of the files.
+        folder: Receives each file once it is complete and correct.
+        files: Missing or wrong files.
+        label: Label of the progress bar.
+        num_workers: Number of files made at a time.
+        everything: All files of the folder, including those of other jobs; the free space must suffice for all of them.
 
     Returns:
-        Path -> what is known of the file.
+        Path -> record.
 
     Raises:
-        CheckpointError: The bytes are not what they must be.
-        RuntimeError: No connection.
-        OSError: The disk is too small or became full; what is complete is kept.
+        CheckpointError: The bytes are wrong.
+        RuntimeError: The connection fails.
+        OSError: The disk is too small or full; complete files are kept.
     """
     lacking = {file.path: file for file in everything if not _seems_there(file, folder)}
     lacking |= {file.path: file for file in files}
@@ -121,17 +121,17 @@ def _seems_there(file: Wanted, folder: Path) -> bool:
 
 
 def current_path(folder: Path) -> Path:
-    """Return where the files of `folder` are now: under its final name, or under its partial one."""
+    """Return the current path of `folder`: the final or the partial one."""
     return folder if folder.exists() else partial_of(folder)
 
 
 def reopen(folder: Path) -> Path:
-    """Return the partial folder, with everything in it that lies under the final name.
+    """Return the partial folder, which then holds all files of the final one.
 
-    A folder that is filled again must not claim to be complete. Several parts may do this at the same time.
+    A folder must not look complete while it is being refilled. Several parts may call this concurrently.
 
     Raises:
-        CheckpointError: When the folder is a link: what is behind it is somebody else's.
+        CheckpointError: The folder is a link; its target belongs to another user.
     """
     partial = partial_of(folder)
     for path in (folder, partial):
@@ -145,7 +145,7 @@ def reopen(folder: Path) -> Path:
     receipt_of(folder).unlink(missing_ok=True)
     sync_folder(partial.parent)
     while folder.exists():
-        # Another part may be faster at any point: it is then done.
+        # Another part may have done it first.
         with contextlib.suppress(FileNotFoundError):
             _move_into(folder, partial)
     sync_folder(partial.parent)
@@ -162,17 +162,17 @@ def _move_into(folder: Path, partial: Path) -> None:
 
 
 def clear(folder: Path, keep: Collection[str], aside: Path | None = None) -> None:
-    """Take away what lies in a folder that is being made and does not belong to it.
+    """Remove files that do not belong to a folder that is being made.
 
     Args:
         folder: The partial folder.
-        keep: Names of the files that stay.
-        aside: Where the others go; by default they are deleted, as they are of an earlier attempt.
+        keep: Names of the files to keep.
+        aside: Destination of the others; by default they are deleted as leftovers of an earlier attempt.
     """
     for path in sorted(folder.rglob("*"), reverse=True):
         name = path.relative_to(folder)
         if path.is_dir() and not path.is_symlink():
-            # Its files have been looked at before it.
+            # Its files are handled before it.
             if not any(path.iterdir()):
                 path.rmdir()
         elif name.as_posix() not in keep:

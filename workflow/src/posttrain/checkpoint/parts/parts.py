@@ -1,8 +1,8 @@
-"""Files that a step writes itself, and what is known of each.
+"""Files that a step writes itself, and their descriptions.
 
-Beside the folder, `{folder}.parts` holds a description of each file that is finished: what it was made from, its size
-and hash, and what the last step must know about it. A file is described after it is on disk under its name, so after a
-kill the next attempt keeps every file whose description and content agree and writes the others again.
+`{folder}.parts` holds a description of each finished file: its inputs, size, hash, and notes for the last step. The
+description is written after the file has its final name. After a kill, the next attempt keeps each file that matches
+its description and writes the others again.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ Notes = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class OutputFile:
-    """A file of the folder, as a function of what it is made from.
+    """A file of the folder, with the function that writes it.
 
     Args:
-        path: Its name in the folder.
-        size_bytes: About how large it will be: for progress and the check of free space.
-        made_from: Everything that decides its content, as JSON; a change makes it be written again.
-        write: Writes it and returns what the last step must know about it, as JSON.
+        path: Name in the folder.
+        size_bytes: Approximate size, for progress and the check of free space.
+        made_from: Everything that determines the content, as JSON; the file is rewritten if it changes.
+        write: Writes the file and returns notes for the last step, as JSON.
     """
 
     path: str
@@ -51,8 +51,8 @@ class Description:
 
     Args:
         record: Name, size and hash.
-        made_from: Digest of `OutputFile.made_from`; empty for a file that was listed and not written.
-        notes: What `OutputFile.write` returned.
+        made_from: Digest of `OutputFile.made_from`; empty for a listed file.
+        notes: Return value of `OutputFile.write`.
     """
 
     record: FileRecord
@@ -61,20 +61,20 @@ class Description:
 
 
 def write_files(folder: Path, files: Sequence[OutputFile], label: str, num_threads: int = 1) -> list[Description]:
-    """Make `folder`, partial or finished, hold files; one that an earlier attempt has written stays.
+    """Write files into `folder`, partial or finished; files of an earlier attempt are kept.
 
     Args:
-        folder: Final name of the folder; it is made partial again before anything in it changes.
-        files: What it must hold, among others.
-        label: Of the progress bar.
-        num_threads: Files written at a time.
+        folder: Final path of the folder; it becomes partial before any change.
+        files: Files to write; the folder may hold others.
+        label: Label of the progress bar.
+        num_threads: Number of files written at a time.
 
     Returns:
-        Their descriptions, in order.
+        The descriptions, in order.
 
     Raises:
-        CheckpointError: What they are made from is not what it must be.
-        OSError: The disk is too small or became full; what is complete is kept.
+        CheckpointError: The inputs are wrong.
+        OSError: The disk is too small or full; complete files are kept.
     """
     if not folder.exists() or partial_of(folder).exists():
         reopen(folder)
@@ -88,7 +88,7 @@ def write_files(folder: Path, files: Sequence[OutputFile], label: str, num_threa
 
 
 class _Writer:
-    """Writes files and describes them; see `fill_folder.Maker`."""
+    """Writes and describes files; see `fill_folder.Maker`."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -104,7 +104,7 @@ class _Writer:
         return (known, "") if is_right else (None, "not what its description says")
 
     def missing_bytes(self, file: OutputFile, folder: Path) -> int:
-        """Count the whole file."""
+        """Return the whole size."""
         return file.size_bytes
 
     def make(self, file: OutputFile, folder: Path, progress: TransferProgress) -> Description:
@@ -113,7 +113,7 @@ class _Writer:
         left = file.size_bytes
 
         def count(written: int) -> None:
-            # What was announced is the tensors; a header comes on top of it.
+            # The announced size covers the tensors, not the header.
             nonlocal left
             counted = min(written, left)
             left -= counted
@@ -131,20 +131,20 @@ class _Writer:
 
 
 def description_path(folder: Path, name: str) -> Path:
-    """Return where the description of a file of `folder` is kept."""
+    """Return the path of a file's description."""
     return folder.with_name(f"{folder.name}.parts") / f"{name}.json"
 
 
 def digest(content: Any) -> str:
-    """Return the SHA-256 of anything that JSON can hold."""
+    """Return the SHA-256 of a JSON value."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def read_description(path: Path) -> Description:
-    """Read what was written about a finished file.
+    """Read the description of a finished file.
 
     Raises:
-        CheckpointError: When it is missing or something else.
+        CheckpointError: It is missing or invalid.
     """
     try:
         row = read_json(path)
@@ -154,12 +154,12 @@ def read_description(path: Path) -> Description:
 
 
 def copy_other_files(source: Path, destination: Path, skip: Collection[str] = ()) -> list[str]:
-    """Copy configuration, tokenizer and the like; returns their names, sorted.
+    """Copy configuration, tokenizer and other small files; return their names, sorted.
 
     Args:
         source: A checkpoint in Hub layout.
         destination: The folder that is being made.
-        skip: Names that stay behind; weights and the index always do.
+        skip: Names to omit; weights and the index are never copied.
     """
     paths = {path.relative_to(source).as_posix(): path for path in source.rglob("*") if path.is_file()}
     names = sorted(

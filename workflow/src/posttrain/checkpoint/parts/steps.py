@@ -1,8 +1,8 @@
-"""The two steps of every folder that several jobs make: parts that know nothing of each other, and one that joins them.
+"""The two steps of every folder that several jobs make: independent parts, and the step that joins them.
 
-While it is made, the folder is `{folder}.partial`. A part writes its receipt when its files are there and right. The
-last step holds the receipts of all parts against what belongs to the folder and against the files, adds what belongs to
-no part, gives the folder its name and writes its receipt. What it says does not depend on the number of parts.
+While it is made, the folder is `{folder}.partial`. A part writes its receipt once its files are present and correct.
+The last step compares the receipts of all parts with the expected files and the files on disk, adds the remaining
+files, renames the folder and writes its receipt, which does not depend on the number of parts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from posttrain.store import (
     write_receipt,
 )
 
-# Options of a script that makes or joins parts (`cli.command_line`).
+# Options of scripts that make or join parts (`cli.command_line`).
 SOURCE = {"source": (Path, "checkpoint in Hub layout"), "source_receipt": (Path, "its receipt")}
 FOLDER = {"folder": (Path, "final name of the folder"), "receipt": (Path, "written last")}
 PART: dict[str, Any] = {
@@ -50,49 +50,49 @@ JOIN: dict[str, Any] = {
     "part_receipts": {"type": Path, "nargs": "*", "required": True, "help": "receipts of all parts"},
 }
 
-# Of those that recode one.
+# Options of recodings.
 CALIBRATION: dict[str, Any] = {"type": Path, "nargs": "*", "default": [], "help": "files of largest magnitudes"}
 
 
 class Making(Protocol):
-    """What a folder consists of, and how it is made."""
+    """The contents of a folder and how to make them."""
 
     def names(self, num_parts: int) -> Collection[str]:
-        """Return the files that the parts must have made, all together."""
+        """Return the names of the files that all parts make together."""
 
     def make(self, part: int, num_parts: int, folder: Path, num_threads: int) -> Sequence[Description]:
         """Make a part's share of the files.
 
         Args:
-            part: Which share, from 0.
-            num_parts: How many shares.
-            folder: Final name of the folder.
-            num_threads: Files made at a time.
+            part: Index of the share, from 0.
+            num_parts: Number of shares.
+            folder: Final path of the folder.
+            num_threads: Number of files made at a time.
 
         Raises:
-            CheckpointError: What it is made from is not what it must be; the text names it.
+            CheckpointError: An input is wrong; the text names it.
         """
 
     def settings(self, parts: Mapping[str, Description]) -> Mapping[str, Any]:
-        """Return what the folder's receipt says besides what it was made from."""
+        """Return the receipt's settings, besides the inputs."""
 
     def clear(self, partial: Path, keep: Collection[str]) -> None:
-        """Remove from the folder what should not stay."""
+        """Remove leftovers from the folder."""
 
     def complete(self, partial: Path, parts: Mapping[str, Description]) -> Iterable[str]:
-        """Check what the parts made, write what belongs to none of them, and return its names.
+        """Check the parts' files, write the remaining files, and return their names.
 
         Args:
-            partial: The folder in the making; it holds the parts' files and nothing else.
-            parts: Name -> description of those.
+            partial: The folder in progress; it holds the parts' files and nothing else.
+            parts: Name -> description of those files.
 
         Raises:
-            CheckpointError: The files do not make up what the folder must be.
+            CheckpointError: The files do not form a complete folder.
         """
 
 
 class Written:
-    """A `Making` whose parts write their files themselves."""
+    """A `Making` whose parts write their own files."""
 
     def files(self, part: int, num_parts: int) -> Sequence[OutputFile]:
         """Return a part's share."""
@@ -102,12 +102,12 @@ class Written:
         """Write a part's share; see `Making.make`."""
         import torch
 
-        # Files are written side by side, and so are parts: each thread has one core.
+        # Files and parts are written in parallel: each thread has one core.
         torch.set_num_threads(1)
         return write_files(folder, self.files(part, num_parts), f"part {part} of {num_parts}", num_threads)
 
     def clear(self, partial: Path, keep: Collection[str]) -> None:
-        """Delete what an earlier attempt left, with other settings or killed."""
+        """Delete leftovers of an earlier attempt that was killed or had other settings."""
         clear(partial, keep)
 
 
@@ -119,15 +119,15 @@ def make_part(
     files: Sequence[Path] = (),
     **identity: Any,
 ) -> None:
-    """Make a part's share of the files unless that is done, and say so in the part's receipt.
+    """Make a part's share of the files unless it is done, and write the part's receipt.
 
     Args:
         step: Name of the step in receipts.
-        args: Of the options `PART`.
-        inputs: What the folder is made from: name -> digest of the receipt.
-        open_making: Opens it; called when there is work to do.
-        files: What else the part is made from; a newer one makes it again.
-        identity: What else tells this folder's parts from another's.
+        args: Parsed options `PART`.
+        inputs: Inputs of the folder: name -> digest of the receipt.
+        open_making: Constructs the `Making`; called only if there is work to do.
+        files: Further inputs of the part; a newer one makes the part again.
+        identity: Further settings that distinguish this folder's parts.
 
     Raises:
         CheckpointError: See `Making.make`.
@@ -147,7 +147,7 @@ def write_part_receipt(
     settings: Mapping[str, Any],
     started: float,
 ) -> None:
-    """Make a part count as done."""
+    """Write the receipt of a finished part."""
     is_described = all(item.made_from for item in made)
     notes = {"notes": digest([item.notes for item in made])} if is_described else {}
     write_receipt(path, Receipt(step, tuple(item.record for item in made), inputs, {**settings, **notes}), started)
@@ -161,18 +161,18 @@ def join_parts(
     making: Making,
     **identity: Any,
 ) -> None:
-    """Check the folder against its parts, complete it, give it its final name, write the receipt.
+    """Check the folder against its parts, complete and rename it, and write the receipt.
 
     Args:
         step: Name of the step in receipts.
-        part_step: Of the step that made the parts.
-        args: Of the options `JOIN`.
+        part_step: Name of the step that made the parts.
+        args: Parsed options `JOIN`.
         inputs: See `make_part`.
-        making: What the folder consists of.
+        making: Contents of the folder.
         identity: See `make_part`.
 
     Raises:
-        CheckpointError: When a part is missing or made from something else, or a file has changed.
+        CheckpointError: A part is missing or has other inputs, or a file has changed.
     """
     names = making.names(len(args.part_receipts))
     parts = read_parts(args.folder, args.part_receipts, Receipt(part_step, (), inputs, identity), names)
@@ -194,12 +194,12 @@ def make_folder(
     sources: Iterable[Path] = (),
     parts: Iterable[Path] = (),
 ) -> None:
-    """Make a folder unless it is there, give it its name, write its receipt.
+    """Make a folder unless it exists, rename it, and write its receipt.
 
     Args:
-        args: Its `folder` and `receipt`.
-        wanted: What the receipt must say; see `store.claim`.
-        make: Fills the folder under its partial name, and returns the records of its files.
+        args: Options with `folder` and `receipt`.
+        wanted: Expected receipt; see `store.claim`.
+        make: Fills the partial folder, and returns the records of its files.
         sources: See `store.claim`.
         parts: See `store.claim`.
     """
@@ -213,20 +213,20 @@ def make_folder(
 def read_parts(
     folder: Path, receipts: Sequence[Path], wanted: Receipt, names: Collection[str]
 ) -> dict[str, Description]:
-    """Read what all parts made, and check that it is whole and that the files are there.
+    """Read the descriptions of all parts, and check that the folder is complete.
 
     Args:
-        folder: Final name of the folder.
+        folder: Final path of the folder.
         receipts: The parts' receipts, in any order.
-        wanted: What each of them must say: step, inputs, at least these settings.
-        names: The files that all parts together must have made.
+        wanted: Step, inputs and minimum settings that each receipt must have.
+        names: Names of the files that all parts together make.
 
     Returns:
         File name -> description, sorted by name.
 
     Raises:
-        CheckpointError: Listing every part that is missing or made from something else, and every file that is missing,
-            belongs to no part or not to the folder, or has changed since.
+        CheckpointError: A part is missing or has other inputs; or a file is missing, belongs to no part or not to the
+            folder, or has changed since. Lists all of them.
     """
     read = {path: read_receipt(path) for path in receipts}
     wrong = [f"{path}: {why}" for path, receipt in read.items() if (why := _misfit(receipt, wanted))]
@@ -260,7 +260,7 @@ def _misfit(receipt: Receipt, wanted: Receipt) -> str:
 
 
 def _change(folder: Path, record: FileRecord, verified_unix: float) -> str:
-    """Tell what happened to a file since its part verified it, "" when nothing did."""
+    """Return how a file has changed since its part verified it; "" if it has not."""
     path = current_path(folder) / record.path
     if not path.is_file():
         return f"{path}: missing, expected {record.size_bytes} bytes"
@@ -271,7 +271,7 @@ def _change(folder: Path, record: FileRecord, verified_unix: float) -> str:
 
 
 def _remove_other_parts(folder: Path, receipts: Collection[Path]) -> None:
-    """Delete receipts of an earlier split: the number of those that are there is the number of parts."""
+    """Delete receipts of an earlier split, because the number of receipts defines the number of parts."""
     kept = {path.resolve() for path in receipts}
     for path in part_receipt_of(folder, "0").parent.glob("*.receipt.json"):
         if path.resolve() not in kept:
@@ -279,9 +279,9 @@ def _remove_other_parts(folder: Path, receipts: Collection[Path]) -> None:
 
 
 def source_of(args: argparse.Namespace, name: str) -> dict[str, str]:
-    """Return the source's digest under its name in receipts.
+    """Return the digest of the source's receipt under the given name.
 
     Raises:
-        CheckpointError: When the source is not what its receipt says.
+        CheckpointError: The source does not match its receipt.
     """
     return {name: require_files(args.source, args.source_receipt).digest}

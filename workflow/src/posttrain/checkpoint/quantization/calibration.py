@@ -1,12 +1,12 @@
-"""Largest magnitudes that calibration passes saw, merged by element-wise maximum.
+"""Activation and weight maxima of calibration passes, merged by element-wise maximum.
 
-A pass is a file of NVIDIA Model Optimizer's own names, as its models' state dicts have them:
+A pass is a file with the names in state dicts of NVIDIA Model Optimizer:
 
-    {module}.input_quantizer._amax     of what a module was given
+    {module}.input_quantizer._amax     of a module's input
     {module}.weight_quantizer._amax    of its weight
 
-either safetensors or JSON (name -> number or list of numbers). Such a file is made by calibrating in any tool
-and keeping those entries. Which passes there were does not matter, nor their order: the maximum has none.
+either safetensors or JSON (name -> number or list of numbers). Any calibration tool can produce it by keeping those
+entries. The result does not depend on the order or the number of passes.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ INPUT_AMAX, WEIGHT_AMAX = ".input_quantizer._amax", ".weight_quantizer._amax"
 
 
 class Calibration:
-    """What all passes saw.
+    """The merged maxima of all passes.
 
     Args:
-        files: One for each pass; none means that scales come from weights alone.
+        files: One per pass; without any, scales come from weights alone.
 
     Raises:
-        CheckpointError: When a file cannot be read, holds other entries or numbers that are no magnitudes, or
-            when passes disagree about a shape.
+        CheckpointError: A file cannot be read, holds other entries or invalid magnitudes, or passes disagree about a
+            shape.
     """
 
     def __init__(self, files: Sequence[Path] = ()):
@@ -53,13 +53,13 @@ class Calibration:
             self._amax[name] = amax if before is None else torch.maximum(before, amax)
 
     def check(self, names: Container[str]) -> None:
-        """Refuse magnitudes of another model.
+        """Reject maxima of another model.
 
         Args:
-            names: All tensors of the checkpoint that is quantised.
+            names: All tensors of the checkpoint to quantise.
 
         Raises:
-            CheckpointError: Naming a module that the checkpoint has not.
+            CheckpointError: The checkpoint lacks a module; the text names it.
         """
         modules = (name.removesuffix(INPUT_AMAX).removesuffix(WEIGHT_AMAX) for name in self._amax)
         if strange := [module for module in modules if f"{module}.weight" not in names]:
@@ -70,13 +70,13 @@ class Calibration:
             )
 
     def weight_amax(self, hf_names: Iterable[str]) -> torch.Tensor | None:
-        """Return the largest magnitude given for some weights, [] float32; None when any of them has none."""
+        """Return the maximum over the given weights, [] float32; None if any of them has none."""
         found = [self._scalar(name.removesuffix(".weight") + WEIGHT_AMAX) for name in hf_names]
         known = [amax for amax in found if amax is not None]
         return torch.stack(known).amax() if known and len(known) == len(found) else None
 
     def input_amax(self, hf_names: Iterable[str]) -> torch.Tensor | None:
-        """Return the largest magnitude that any of some modules was given, [] float32; None when none is known."""
+        """Return the maximum input of the given modules, [] float32; None if none is known."""
         found = [self._scalar(name.removesuffix(".weight") + INPUT_AMAX) for name in hf_names]
         known = [amax for amax in found if amax is not None and amax > 0]
         return torch.stack(known).amax() if known else None

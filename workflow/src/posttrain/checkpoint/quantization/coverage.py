@@ -1,4 +1,4 @@
-"""How many tokens a calibration gave to each expert; read without torch."""
+"""Number of calibration tokens per expert; does not need torch."""
 
 from __future__ import annotations
 
@@ -6,23 +6,22 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# In the folder of a calibration while it is made: what finished shards have seen.
+# In the folder of an unfinished calibration: the maxima of finished shards.
 STATE_FOLDER = "state"
-# Of experts that were given nothing, as many layers are named in one line.
+# Number of layers with unused experts that one line names.
 MOST_NAMED = 5
 
 
 def coverage(counts: Sequence[Sequence[int]], first_layer: int) -> dict[str, Any]:
-    """Return how many tokens each expert was given.
+    """Summarise the number of tokens per expert.
 
     Args:
-        counts: Of each layer, the tokens of each expert.
-        first_layer: The first with experts.
+        counts: Tokens per expert, for each layer.
+        first_layer: First layer with experts.
 
     Returns:
-        "never": how many experts were given nothing; their scales come from the largest magnitude of their layer.
-        "layers": number of the layer -> "min", "median" and "max" tokens, "never" (numbers of experts), "tokens" (of
-        each expert).
+        "never": number of experts without tokens; their scales come from the maximum of their layer.
+        "layers": layer number -> "min", "median" and "max" tokens, "never" (expert numbers), "tokens" (per expert).
     """
     layers = {str(layer): _of_layer(counts[layer]) for layer in range(first_layer, len(counts))}
     return {"never": sum(len(row["never"]) for row in layers.values()), "layers": layers}
@@ -35,7 +34,7 @@ def _of_layer(tokens: Sequence[int]) -> dict[str, Any]:
 
 
 def describe_coverage(found: Mapping[str, Any]) -> str:
-    """Return what `coverage` has found as one line."""
+    """Return the result of `coverage` as one line."""
     layers = found["layers"]
     least = min(layers, key=lambda layer: layers[layer]["min"])
     medians = [row["median"] for row in layers.values()]

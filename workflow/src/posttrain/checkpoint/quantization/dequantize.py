@@ -1,9 +1,9 @@
-"""Reading a quantised checkpoint as numbers: to cast it back to BF16, and to measure what quantising did.
+"""Reads a quantised checkpoint as numbers, to cast it back to BF16 and to measure quantisation errors.
 
-weight_scale_inv                    FP8 in blocks, as DeepSeek and we declare them ("fp8")
-weight_scale, beside FP8 codes      FP8 by rows, tensors or blocks (compressed-tensors)
-weight_scale_2, beside packed bytes NVFP4 (Model Optimizer)
-anything else of compressed-tensors by that library: INT4, MXFP8 and more
+- weight_scale_inv: FP8 in blocks, as DeepSeek and we declare them ("fp8")
+- weight_scale with FP8 codes: FP8 by rows, tensors or blocks (compressed-tensors)
+- weight_scale_2 with packed bytes: NVFP4 (Model Optimizer)
+- others of compressed-tensors, with that library: INT4, MXFP8 and more
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from posttrain.checkpoint.quantization import nvfp4
 from posttrain.checkpoint.quantization.fp8 import BLOCK, E4M3_MAX, dequantize, row_ranges
 from posttrain.errors import CheckpointError
 
-# What may lie beside a weight's codes, after the module's name.
+# Suffixes of tensors that accompany a weight's codes.
 _ACCOMPANYING = (
     *("weight_scale_inv", "weight_scale", "weight_scale_2", "input_scale"),
     *("weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale", "input_global_scale"),
@@ -30,18 +30,18 @@ _CODES = ("F8_E4M3", "F8_E5M2", "U8", "I8", "I32")
 _METHODS = ("fp8", "compressed-tensors", "modelopt")
 FP8_SCALES, GLOBAL_SCALE = ("weight_scale_inv", "weight_scale"), "weight_scale_2"
 INT4_MAX = 7.0
-# Rows are read in multiples of this, so that they are whole blocks.
+# Row ranges are multiples of this, so that they contain whole blocks.
 ROW_MULTIPLE = 128
 
 
 class QuantizedCheckpoint:
-    """A quantised checkpoint under the names of the one it was made from.
+    """A quantised checkpoint under the names of the original.
 
     Args:
         folder: Checkpoint in Hub layout.
 
     Raises:
-        CheckpointError: When its method is not one that we read, or codes lack their scales.
+        CheckpointError: The method is not supported, or scales are missing.
     """
 
     def __init__(self, folder: Path):
@@ -61,15 +61,15 @@ class QuantizedCheckpoint:
 
     @property
     def names(self) -> list[str]:
-        """Names of the weights, in the index's order."""
+        """Names of the weights, in index order."""
         return list(self._stored)
 
     def is_quantized(self, hf_name: str) -> bool:
-        """Return whether a weight is held as codes."""
+        """Return whether a weight is stored as codes."""
         return self.reader.dtype(self._stored[hf_name]) in _CODES
 
     def parts(self, hf_name: str) -> dict[str, int]:
-        """Return what a weight is held as: stored name -> bytes."""
+        """Return the stored tensors of a weight: name -> bytes."""
         module = hf_name.removesuffix("weight")
         found = [self._stored[hf_name]]
         if hf_name.endswith(".weight"):
@@ -77,7 +77,7 @@ class QuantizedCheckpoint:
         return {name: self.reader.info(name).size_bytes for name in found}
 
     def shape(self, hf_name: str) -> tuple[int, ...]:
-        """Return the dimensions of a weight."""
+        """Return the shape of a weight."""
         info = self.reader.info(self._stored[hf_name])
         if not self.is_quantized(hf_name) or info.dtype.startswith("F8"):
             return info.shape
@@ -86,14 +86,14 @@ class QuantizedCheckpoint:
         return (info.shape[0], 2 * info.shape[1])
 
     def rows(self, hf_name: str, rows: slice) -> torch.Tensor:
-        """Return rows of a matrix: float32 where it is held as codes, else as they are.
+        """Return rows of a matrix: float32 if it is stored as codes, otherwise unchanged.
 
         Args:
             hf_name: Name of the weight.
             rows: From `row_ranges(shape, ROW_MULTIPLE)`.
 
         Raises:
-            CheckpointError: When its scales do not fit its codes.
+            CheckpointError: The scales do not fit the codes.
         """
         stored = self._stored[hf_name]
         if not self.is_quantized(hf_name):
@@ -110,7 +110,7 @@ class QuantizedCheckpoint:
         return decompress(self._config, parts)
 
     def _plain_fp8(self, codes: torch.Tensor, scale: torch.Tensor, hf_name: str) -> torch.Tensor:
-        """Return code * scale where a scale belongs to a block, a row, all of the matrix, or neighbours in a row."""
+        """Return code * scale for scales per block, per row, per tensor, or per group of a row."""
         num_rows, num_columns = codes.shape
         blocks = (-(-num_rows // self._side), -(-num_columns // self._side))
         if self._group_size and scale.shape == (num_rows, -(-num_columns // self._group_size)):
@@ -121,21 +121,21 @@ class QuantizedCheckpoint:
         raise CheckpointError(f"{self.reader.folder}: {hf_name}: {found}, expected one for each row or {list(blocks)}")
 
     def tensor(self, hf_name: str) -> torch.Tensor:
-        """Return all of a weight: float32 where it is held as codes, else as it is."""
+        """Return a whole weight: float32 if it is stored as codes, otherwise unchanged."""
         shape = self.shape(hf_name)
         if len(shape) != 2:
             return self.reader.tensor(self._stored[hf_name])
         return torch.cat([self.rows(hf_name, rows) for rows in row_ranges(shape, ROW_MULTIPLE)])
 
     def full_scale(self, hf_name: str, rows: slice) -> torch.Tensor:
-        """Return, for each element of some rows, the largest magnitude that codes under its scale stand for.
+        """Return, for each element of some rows, the largest magnitude that its scale can represent.
 
         Args:
-            hf_name: Name of a weight that is held as codes.
+            hf_name: Name of a weight that is stored as codes.
             rows: From `row_ranges(shape, ROW_MULTIPLE)`.
 
         Returns:
-            float32 that broadcasts to the shape of the rows.
+            float32, broadcastable to the shape of the rows.
         """
         module = hf_name.removesuffix("weight")
         parts = {name.removeprefix(module): self._rows_of_part(name, hf_name, rows) for name in self.parts(hf_name)}
@@ -152,7 +152,7 @@ class QuantizedCheckpoint:
         return largest * scale.repeat_interleave(self._side, dim=1)[:, :num_columns]
 
     def _has_blocks(self, hf_name: str) -> bool:
-        """Return whether a weight of more than one scale has one for each block, not for rows or parts of rows."""
+        """Return whether a weight with several scales has one per block, rather than per row or group."""
         scale = next(self.reader.info(name) for name in self.parts(hf_name) if name.rpartition(".")[2] in FP8_SCALES)
         return scale.dtype in ("F32", "BF16") and scale.shape[0] != self.shape(hf_name)[0] and self._is_fp8(hf_name)
 
@@ -160,7 +160,7 @@ class QuantizedCheckpoint:
         return self.reader.dtype(self._stored[hf_name]).startswith("F8")
 
     def largest_code(self, hf_name: str) -> float:
-        """Return the largest number that a weight's codes have: 448, 6 or 7."""
+        """Return the largest value of a weight's codes: 448, 6 or 7."""
         if self._is_fp8(hf_name):
             return E4M3_MAX
         return nvfp4.E2M1_MAX if hf_name + nvfp4.GLOBAL_SCALE_SUFFIX in self.reader else INT4_MAX
@@ -184,7 +184,7 @@ class QuantizedCheckpoint:
 
 
 def _block_side(folder: Path, config: Mapping[str, Any]) -> int:
-    """Return the side of a block, which config.json declares."""
+    """Return the side of a block from config.json."""
     groups = config.get("config_groups", {}).values()
     weights = [group.get("weights") or {} for group in groups]
     declared = [config.get("weight_block_size"), *(one.get("block_structure") for one in weights)]
@@ -195,10 +195,10 @@ def _block_side(folder: Path, config: Mapping[str, Any]) -> int:
 
 
 def _group_size(folder: Path, config: Mapping[str, Any]) -> int:
-    """Return how many neighbours in a row share a scale, by compressed-tensors' declaration; 0 where none do.
+    """Return the group size of scales in compressed-tensors' config; 0 without groups.
 
     Raises:
-        CheckpointError: Modules are quantised in several ways: which one a module has is not read.
+        CheckpointError: Modules are quantised in several ways, which is not supported.
     """
     groups = [(group.get("format"), group.get("weights")) for group in config.get("config_groups", {}).values()]
     if any(group != groups[0] for group in groups):
@@ -212,15 +212,15 @@ def _hub_name(stored: str) -> str:
 
 
 class CastToBf16:
-    """What casting back makes of each tensor of a quantised checkpoint; a `converted_folder.Recoding`.
+    """The cast of a quantised checkpoint back to BF16; a `converted_folder.Recoding`.
 
-    A weight is code * scale in float32, rounded to the nearest BF16. What is not quantised stays as it is.
+    A weight is code * scale in float32, rounded to the nearest BF16. Other tensors stay unchanged.
 
     Args:
         source: A quantised checkpoint in Hub layout.
 
     Raises:
-        CheckpointError: When nothing in it is quantised, or in a way that is not read.
+        CheckpointError: Nothing is quantised, or the format is not supported.
     """
 
     def __init__(self, source: Path):
@@ -248,7 +248,7 @@ class CastToBf16:
         return {hf_name: value}
 
     def small_files(self) -> Mapping[str, Any]:
-        """Return config.json without its `quantization_config`; Model Optimizer's own file is left out."""
+        """Return config.json without its `quantization_config`; omit Model Optimizer's own file."""
         config = read_object(self.reader.folder / "config.json")
         config.pop("quantization_config", None)
         key = "torch_dtype" if "torch_dtype" in config else "dtype"

@@ -1,10 +1,8 @@
-"""What experts were given in calibration passes: largest magnitudes and tokens, kept shard by shard.
+"""Input maxima and token counts of experts in calibration passes, stored shard by shard.
 
-A maximum of maxima does not depend on how samples are cut into shards, nor on how often one of them is seen. So the
-state after each shard is what all shards until then have seen, in one file that one rename replaces, and a pass that
-was killed goes on behind it with the bits of an undisturbed one.
-
-Shapes: L decoder layers, E routed experts; dense layers have rows of zeros.
+A maximum of maxima does not depend on how samples are split into shards, nor on repeated samples. The state after each
+shard covers all shards so far, in one file that is replaced atomically; a killed pass resumes after it with
+bit-identical results. Shapes: L decoder layers, E routed experts; dense layers have rows of zeros.
 """
 
 from __future__ import annotations
@@ -24,18 +22,18 @@ from posttrain.store import write_atomic
 
 log = logging.getLogger(__name__)
 
-# Places in `ExpertMaxima.amax`: the input of gate and up, which is one, and that of down.
+# Indices in `ExpertMaxima.amax`: the shared input of gate and up, and the input of down.
 GATE_UP, DOWN = 0, 1
 _PROJECTIONS = {"gate_proj": GATE_UP, "up_proj": GATE_UP, "down_proj": DOWN}
 
 
 @dataclass(frozen=True)
 class ExpertMaxima:
-    """What some samples have shown.
+    """Maxima and counts of some samples.
 
     Args:
-        amax: [L, E, 2] float32, largest magnitude of the inputs of gate and up, and of down.
-        counts: [L, E] int64, tokens that each expert was given.
+        amax: [L, E, 2] float32, largest input magnitude of gate and up, and of down.
+        counts: [L, E] int64, tokens per expert.
     """
 
     amax: torch.Tensor
@@ -43,26 +41,26 @@ class ExpertMaxima:
 
     @staticmethod
     def nothing(num_layers: int, num_experts: int) -> ExpertMaxima:
-        """Return what no samples have shown."""
+        """Return the value for no samples."""
         counts = torch.zeros(num_layers, num_experts, dtype=torch.int64)
         return ExpertMaxima(torch.zeros(num_layers, num_experts, 2), counts)
 
     def merged(self, other: ExpertMaxima) -> ExpertMaxima:
-        """Return what both have seen, of different samples."""
+        """Combine with the value of other samples."""
         return ExpertMaxima(torch.maximum(self.amax, other.amax), self.counts + other.counts)
 
     def check_finite(self) -> None:
-        """Raise where an activation was NaN or infinite.
+        """Reject NaN or infinite activations.
 
         Raises:
-            CheckpointError: Naming the first expert that was given such.
+            CheckpointError: An input is not finite; names the first such expert.
         """
         if len(wrong := (~torch.isfinite(self.amax)).nonzero()):
             layer, expert, _ = wrong[0].tolist()
             raise CheckpointError(f"layer {layer}, expert {expert}: its input is NaN or infinite; the model is damaged")
 
     def by_module(self) -> dict[str, torch.Tensor]:
-        """Return name -> [] float32 under Model Optimizer's names; an expert that was given nothing has none."""
+        """Return name -> [] float32 under Model Optimizer's names; experts without tokens are omitted."""
         return {
             f"model.layers.{layer}.mlp.experts.{expert}.{projection}{INPUT_AMAX}": self.amax[
                 layer, expert, place
@@ -73,18 +71,18 @@ class ExpertMaxima:
 
 
 class PassState:
-    """The durable state of one pass.
+    """The persistent state of one pass.
 
     Args:
-        path: Its file.
-        key: Digest of all that decides the maxima; what another key has left is not believed.
+        path: State file.
+        key: Digest of everything that determines the maxima; a state with another key is ignored.
     """
 
     def __init__(self, path: Path, key: str):
         self._path, self._key = path, key
 
     def read(self) -> tuple[int, ExpertMaxima | None]:
-        """Return how many shards are finished and what they have shown; (0, None) where nothing is to be believed."""
+        """Return the number of finished shards and their maxima; (0, None) without a valid state."""
         try:
             with safe_open(self._path, framework="pt") as file:
                 said, found = file.metadata() or {}, ExpertMaxima(file.get_tensor("amax"), file.get_tensor("counts"))
@@ -99,7 +97,7 @@ class PassState:
         return int(said["finished"]), found
 
     def write(self, finished: int, seen: ExpertMaxima) -> None:
-        """Keep what the first shards have shown, in the place of what was kept before."""
+        """Replace the stored state with the maxima of the first `finished` shards."""
         said = {"key": self._key, "finished": str(finished), "hash": _hash_of(seen)}
         content = save({"amax": seen.amax, "counts": seen.counts}, said)
         write_atomic(self._path, lambda file: file.write(content))

@@ -1,4 +1,4 @@
-"""The one FP8 quantiser, offline and for weight sync.
+"""The FP8 quantiser, for files and for weight sync.
 
 E4M3 (`torch.float8_e4m3fn`) has a sign, 4 bits of exponent with bias 7, and 3 bits of fraction:
 
@@ -7,33 +7,33 @@ E4M3 (`torch.float8_e4m3fn`) has a sign, 4 bits of exponent with bias 7, and 3 b
     zeros               +0 and -0
     NaN                 codes 0x7f and 0xff; there is no infinity, and 448 = 1.75 * 2^8 is the largest
 
-Neighbours differ by 1/8 of their power of two, so rounding to the nearest moves a normal number by at most
-1/16 of itself, and a smaller one by at most 2^-10. Weights fit into that range only after scaling. One scale
-for a whole matrix lets its largest entry push all others towards zero; one for each row ("channel") confines
-it to its row, one for each block of 128 x 128 to its block, which costs 4 bytes in 16384.
+Neighbours differ by 1/8 of their power of two, so rounding to the nearest changes a normal number by at most 1/16 of
+its value, and a smaller one by at most 2^-10. Weights need a scale to fit into that range. With one scale per matrix,
+its largest entry pushes all others towards zero; a scale per row ("channel") limits this to the row, a scale per block
+of 128 x 128 to the block, at a cost of 4 bytes in 16384.
 
     scale = amax / 448            FP32; amax is the largest magnitude under the scale
-    code  = round(w / scale)      to the nearest E4M3 number, halfway to the even one
-    w     = code * scale          what the engine multiplies with
+    code  = round(w / scale)      to the nearest E4M3 number, ties to even
+    w     = code * scale          the weight that the engine uses
 
     |w - code * scale| <= max(|w| / 16, scale / 1024)        scale / 1024 = amax / 458752
 
-(and rounding errors of FP32, some 2^-24 of each side). What is easily got wrong, and how it is here:
+(plus FP32 rounding errors of a relative 2^-24). Special cases:
 
 - A block of zeros would divide 0 by 0. Its scale is 1 and its codes are zeros.
-- amax / 448 below 2^-126 would be subnormal or zero in FP32, and some devices take it for zero. The scale is
-  never below 2^-126: a block whose magnitudes are all below 5e-36 uses a part of the range. The bound holds.
-- Division may yield 448.00003 for the largest weight. The quotient is cut off at 448 before it is rounded: torch's
-  conversion on a CPU does the same, others make NaN of what lies beyond.
-- 256 times a scale of 2^120 is infinite in FP32. Only a power of two gets so large; codes stop at 240 then.
-- At the right and lower edge a block is smaller. Nothing is padded into the result.
-- NaN and infinity have no place in weights: they are refused, with the tensor's name.
-- Signs survive, also those of zeros.
+- amax / 448 below 2^-126 would be subnormal or zero in FP32, which some devices flush to zero. The scale is clamped to
+  2^-126: a block whose magnitudes are all below 5e-36 uses part of the range. The bound holds.
+- Division may yield 448.00003 for the largest weight. The quotient is clamped to 448 before it is rounded; torch's
+  conversion saturates on a CPU, others produce NaN.
+- 256 times a scale of 2^120 is infinite in FP32. Only a power-of-two scale gets so large; codes then stop at 240.
+- Blocks at the right and lower edge are smaller. The result contains no padding.
+- NaN and infinite weights raise an error with the tensor's name.
+- Signs are preserved, including those of zeros.
 
-A scale can be raised to the next power of two (UE8M0, what tensor cores with block scales multiply with): the
-quotient is then exact, and up to one of the 8 bits goes unused. `quantization_config` says so with
-`scale_fmt`, and only then. Blocks are declared as "fp8", as DeepSeek's checkpoints are; channels and tensors
-in the format of compressed-tensors, which SGLang and vLLM read for them.
+A scale can be raised to the next power of two (UE8M0, used by tensor cores with block scales): the quotient is then
+exact, and up to one of the 8 bits is unused. `quantization_config` declares it with `scale_fmt`. Blocks are declared as
+"fp8", like DeepSeek's checkpoints; channels and tensors in the format of compressed-tensors, which SGLang and vLLM
+read.
 """
 
 from __future__ import annotations
@@ -49,29 +49,29 @@ from posttrain.checkpoint.formats.safetensors_io import TensorSpec
 from posttrain.checkpoint.quantization.quantized_names import Selection, fused_with, unquantized_modules
 from posttrain.errors import CheckpointError
 
-# The side of DeepSeek-V3's blocks, which is that of every kernel for them.
+# The side of DeepSeek-V3's blocks, which all kernels use.
 BLOCK = 128
 E4M3_MAX = 448.0
-# The smallest normal float32: GPUs may take what is below for zero, and divide by it.
+# The smallest normal float32: GPUs may flush smaller scales to zero, and divide by it.
 SMALLEST_SCALE = 2.0**-126
-# From this scale on a code of 256 is infinite; the largest code below it.
+# From this scale on, a code of 256 is infinite; the largest code below 256.
 LARGE_SCALE, E4M3_BELOW_256 = 2.0**120, 240.0
-# Of a block's scales, as DeepSeek names them, and of a channel's or a tensor's in compressed-tensors.
+# Suffixes of block scales, as in DeepSeek's checkpoints, and of channel and tensor scales in compressed-tensors.
 SCALE_SUFFIX, PLAIN_SCALE_SUFFIX = "_scale_inv", "_scale"
 SCALE_SUFFIXES = (SCALE_SUFFIX, PLAIN_SCALE_SUFFIX)
-# Values worked on at a time: on a CPU their FP32 copies stay in its cache, a GPU needs many to be busy.
+# Values per step: on a CPU their FP32 copies fit into its cache; a GPU needs many to be fully used.
 SLAB_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 28}
 
 
 @dataclass(frozen=True)
 class Fp8Format:
-    """FP8 weights as engines load them.
+    """FP8 weight format of engines.
 
     Args:
-        strategy: What shares a scale: "block" (128 x 128), "channel" (a row) or "tensor". Matrices that an
-            engine joins to one share their "tensor" scale.
+        strategy: Granularity of scales: "block" (128 x 128), "channel" (a row) or "tensor". Matrices that an engine
+            fuses share their "tensor" scale.
         scale: "fp32", or "power_of_two" for blocks.
-        selection: What is quantised.
+        selection: Tensors to quantise.
     """
 
     strategy: str = "block"
@@ -80,15 +80,15 @@ class Fp8Format:
 
     @property
     def scale_suffix(self) -> str:
-        """The suffix that turns the name of a weight into that of its scale."""
+        """Suffix that a weight's name gets for its scale."""
         return SCALE_SUFFIX if self.strategy == "block" else PLAIN_SCALE_SUFFIX
 
     def sharing_scale(self, hf_name: str) -> tuple[str, ...]:
-        """Return the tensors whose common largest magnitude makes the scale; () where parts of it do."""
+        """Return the tensors that share a scale through their joint maximum; () for scales of rows or blocks."""
         return fused_with(hf_name) if self.strategy == "tensor" else ()
 
     def served_specs(self, hf_name: str, spec: TensorSpec) -> dict[str, TensorSpec]:
-        """Return names, shapes and dtypes of what `quantize` makes of a tensor, without its data."""
+        """Return names, shapes and dtypes of the output of `quantize`, without computing it."""
         rows, columns = spec.shape
         scale = {"block": (-(-rows // BLOCK), -(-columns // BLOCK)), "channel": (rows, 1), "tensor": ()}[self.strategy]
         return {hf_name: TensorSpec(spec.shape, "F8_E4M3"), hf_name + self.scale_suffix: TensorSpec(scale, "F32")}
@@ -96,15 +96,15 @@ class Fp8Format:
     def quantize(
         self, hf_name: str, weight: torch.Tensor, shared_amax: torch.Tensor | None = None
     ) -> dict[str, torch.Tensor]:
-        """Return codes and scale of a matrix under the names that engines load.
+        """Return codes and scale of a matrix under the engines' names.
 
         Args:
-            hf_name: Its name on the Hub.
+            hf_name: Hub name.
             weight: [N, K] of any float dtype.
-            shared_amax: Largest magnitude of all tensors of `sharing_scale`.
+            shared_amax: Largest magnitude over all tensors of `sharing_scale`.
 
         Raises:
-            CheckpointError: When a weight is NaN or infinite.
+            CheckpointError: A weight is NaN or infinite.
         """
         if self.strategy == "block":
             codes, scale = quantize_block(weight, name=hf_name, power_of_two=self.scale == "power_of_two")
@@ -115,14 +115,14 @@ class Fp8Format:
         return {hf_name: codes, hf_name + self.scale_suffix: scale}
 
     def magnitudes(self, part: torch.Tensor, corner: tuple[int, ...] = (0, 0)) -> torch.Tensor:
-        """Return the largest magnitudes of a part of a matrix, one for each scale that it has a share in.
+        """Return the largest magnitudes in a part of a matrix, one for each scale that covers some of it.
 
         Args:
             part: [n, k] of any float dtype.
-            corner: Row and column of the matrix where the part begins.
+            corner: First row and column of the part.
 
         Returns:
-            fp32, in the shape of the part's scales: those of all parts, maximum taken, make the scales.
+            fp32, in the shape of the part's scales; the maximum over all parts determines the scales.
         """
         if self.strategy == "tensor":
             return largest_magnitude(part)
@@ -134,13 +134,13 @@ class Fp8Format:
     def quantize_part(
         self, part: torch.Tensor, corner: tuple[int, ...] = (0, 0), magnitudes: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return codes [n, k] and scales of a part of a matrix; together the parts' are those of `quantize`.
+        """Return codes [n, k] and scales of a part of a matrix; the parts combine to the result of `quantize`.
 
         Args:
-            part: [n, k] of any float dtype. It is not checked for NaN and infinity, which would wait for the GPU; where
-                it is not finite, scales are not either.
-            corner: Row and column of the matrix where the part begins.
-            magnitudes: See `magnitudes`; of all parts. Given, where scales are shared with other parts.
+            part: [n, k] of any float dtype. NaN and infinity are not checked, because the check would wait for the GPU;
+                they yield scales that are not finite.
+            corner: First row and column of the part.
+            magnitudes: Result of `magnitudes`, merged over all parts. Required if other parts share the scales.
         """
         amax = self.magnitudes(part, corner) if magnitudes is None else magnitudes
         if self.strategy == "tensor":
@@ -153,12 +153,12 @@ class Fp8Format:
     def served_values(
         self, part: torch.Tensor, corner: tuple[int, ...] = (0, 0), magnitudes: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return what an engine multiplies with for a part of a matrix: codes times scales, [n, k] fp32.
+        """Return the weights that an engine computes with for a part of a matrix: codes times scales, [n, k] fp32.
 
         Args:
-            part: See `quantize_part`, as for the others.
-            corner: Where it begins.
-            magnitudes: What makes the scales.
+            part: See `quantize_part`.
+            corner: First row and column of the part.
+            magnitudes: See `quantize_part`.
         """
         codes, scale = self.quantize_part(part, corner, magnitudes)
         if self.strategy != "block":
@@ -170,7 +170,7 @@ class Fp8Format:
         """Return the `quantization_config` of config.json.
 
         Args:
-            specs: Name -> shape and dtype of all tensors of the source.
+            specs: Name -> shape and dtype of all source tensors.
         """
         unquantized = unquantized_modules(specs, self.selection)
         if self.strategy != "block":
@@ -185,7 +185,7 @@ class Fp8Format:
         return declared | ({"scale_fmt": "ue8m0"} if self.scale == "power_of_two" else {})
 
     def other_files(self, specs: Mapping[str, TensorSpec]) -> dict[str, Any]:
-        """Return further files of the folder: none."""
+        """Return further files of the folder; FP8 has none."""
         return {}
 
 
@@ -208,15 +208,15 @@ def _compressed_tensors_config(strategy: str, ignored: list[str]) -> dict[str, A
 def quantize_named(
     hf_name: str, tensor: torch.Tensor, served: Fp8Format | None = None
 ) -> list[tuple[str, torch.Tensor]]:
-    """Return what engines are given for one tensor of the Hub: weight and scale, or the tensor itself.
+    """Return the tensors that engines receive for a Hub tensor: weight and scale, or the tensor itself.
 
     Args:
-        hf_name: Its name on the Hub.
-        tensor: Its values, in any float dtype.
-        served: The format; blocks with FP32 scales unless given.
+        hf_name: Hub name.
+        tensor: Values in any float dtype.
+        served: The format; by default blocks with FP32 scales.
 
     Raises:
-        CheckpointError: When a tensor that is quantised has a NaN or an infinity.
+        CheckpointError: A tensor to quantise contains NaN or infinity.
     """
     served = served or Fp8Format()
     if not served.selection.includes(hf_name, tensor.shape):
@@ -239,15 +239,15 @@ def quantize_block(
     Args:
         weight: [N, K] of any float dtype; computed in FP32.
         block: Rows and columns of a block.
-        name: Named when a weight is not finite; "" where nobody is to look.
+        name: Name for the error about a value that is not finite; "" skips the check.
         power_of_two: Raise each scale to the next power of two.
-        amax: Largest magnitudes, in the shape of `scale`, where others share scales.
+        amax: Largest magnitudes, in the shape of `scale`, for scales that are shared with other parts.
 
     Returns:
         codes [N, K] float8_e4m3fn, scale [ceil(N/block), ceil(K/block)] float32.
 
     Raises:
-        CheckpointError: When a weight is NaN or infinite.
+        CheckpointError: A weight is NaN or infinite.
 
     Example:
         [[448., -7.]] gives codes [[448, -7]] and scale [[1.]]; [[0., 0.]] gives codes [[0, 0]] and scale
@@ -283,12 +283,12 @@ def quantize_channel(
 def quantize_tensor(
     weight: torch.Tensor, name: str = "weight", amax: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise with one scale for all: codes [N, K] float8_e4m3fn, scale [] float32.
+    """Quantise with one scale per matrix: codes [N, K] float8_e4m3fn, scale [] float32.
 
     Args:
         weight: [N, K] of any float dtype.
-        name: Named when a weight is not finite; "" where nobody is to look.
-        amax: Largest magnitude, where others share the scale.
+        name: Name for the error about a value that is not finite; "" skips the check.
+        amax: Largest magnitude, for a scale that is shared with other matrices.
     """
     scale = _scale_of(largest_magnitude(weight) if amax is None else amax, name)
     codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
@@ -302,7 +302,7 @@ def dequantize(codes: torch.Tensor, scale: torch.Tensor, block: int = BLOCK) -> 
 
     Args:
         codes: [N, K] float8_e4m3fn.
-        scale: float32: [] or [1] for the tensor, [N, 1] for its rows, else [ceil(N/block), ceil(K/block)].
+        scale: float32: [] or [1] per tensor, [N, 1] per row, otherwise [ceil(N/block), ceil(K/block)].
         block: Rows and columns of a block.
 
     Returns:
@@ -314,27 +314,27 @@ def dequantize(codes: torch.Tensor, scale: torch.Tensor, block: int = BLOCK) -> 
 
 
 def dequantize_block(codes: torch.Tensor, scale: torch.Tensor, block: int = BLOCK) -> torch.Tensor:
-    """Return code * scale for scales of blocks; see `dequantize`."""
+    """Return code * scale for block scales; see `dequantize`."""
     return _untiled(tiles(codes.float(), block) * scale[:, None, :, None], codes.shape).contiguous()
 
 
 def largest_magnitude(weight: torch.Tensor) -> torch.Tensor:
-    """Return the largest magnitude, [] float32; NaN when a weight is NaN."""
+    """Return the largest magnitude, [] float32; NaN if a weight is NaN."""
     return torch.stack([weight[rows].float().abs().amax() for rows in row_slabs(weight)]).amax()
 
 
 def row_slabs(weight: torch.Tensor, multiple: int = 1) -> Iterator[slice]:
-    """Return ranges of rows of a matrix to work on one after the other; see `row_ranges`."""
+    """Return consecutive row ranges of a matrix; see `row_ranges`."""
     return row_ranges(tuple(weight.shape), multiple, weight.device.type)
 
 
 def row_ranges(shape: tuple[int, ...], multiple: int = 1, device: str = "cpu") -> Iterator[slice]:
-    """Return ranges of rows to work on one after the other, of about `SLAB_ELEMENTS`.
+    """Return consecutive row ranges of about `SLAB_ELEMENTS` elements.
 
     Args:
         shape: [N, K].
-        multiple: Each range but the last has a multiple of this many rows.
-        device: Kind of the device that works.
+        multiple: The length of each range except the last is a multiple of this.
+        device: Device type.
     """
     num_rows, num_columns = shape
     step = max(multiple, SLAB_ELEMENTS[device] // max(1, num_columns) // multiple * multiple)
@@ -342,7 +342,7 @@ def row_ranges(shape: tuple[int, ...], multiple: int = 1, device: str = "cpu") -
 
 
 def tiles(values: torch.Tensor, block: int) -> torch.Tensor:
-    """Return [N, K] as [ceil(N/block), block, ceil(K/block), block]; what lies beyond an edge is 0."""
+    """Return [N, K] as [ceil(N/block), block, ceil(K/block), block], padded with 0."""
     num_rows, num_columns = values.shape
     missing_rows, missing_columns = -num_rows % block, -num_columns % block
     if missing_rows or missing_columns:
@@ -355,7 +355,7 @@ def _tile_magnitudes(tiled: torch.Tensor) -> torch.Tensor:
 
 
 def _aligned(part: torch.Tensor, corner: tuple[int, ...]) -> torch.Tensor:
-    """Return a part of a matrix with zeros above and left of it, up to the edges of blocks."""
+    """Pad a part of a matrix with zeros above and to the left, up to block boundaries."""
     above, left = (start % BLOCK for start in corner)
     return F.pad(part, (left, 0, above, 0)) if above or left else part
 
@@ -372,12 +372,12 @@ def _scale_of(amax: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def divide(values: torch.Tensor, by: float) -> torch.Tensor:
-    """Return `values / by`, rounded once: on GPUs torch multiplies with the reciprocal of a number, not of a tensor."""
+    """Return `values / by`, rounded once: GPUs divide by a tensor, but multiply by a number's reciprocal."""
     return values / values.new_full((), by)
 
 
 def _next_power_of_two(scale: torch.Tensor) -> torch.Tensor:
-    # A normal float32 is a power of two where its 23 bits of fraction are zero.
+    # A normal float32 is a power of two if its 23 fraction bits are zero.
     bits = scale.view(torch.int32) + 0x7FFFFF
     return (bits & 0x7F800000).view(torch.float32)
 

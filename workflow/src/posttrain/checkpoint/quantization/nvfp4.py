@@ -5,25 +5,24 @@ E2M1 has a sign, two bits of exponent and one of fraction; its eight magnitudes 
     code       0    1    2    3    4    5    6    7        + 8 for the negative ones
     magnitude  0   0.5   1   1.5   2    3    4    6
 
-Sixteen neighbours of a row share a scale in E4M3, and all scales of a matrix share one in FP32:
+A group of sixteen neighbours in a row has a scale in E4M3, and all scales of a matrix share one in FP32:
 
     weight_scale_2 = amax(matrix) / (6 * 448)               FP32; makes the largest group's scale 448
     weight_scale   = e4m3(amax(group) / (6 * weight_scale_2))
     code           = e2m1(w / (weight_scale * weight_scale_2))
     w              = code * weight_scale * weight_scale_2
 
-The group's scale is rounded before the weights are divided by it, so that codes fit the scale that is
-stored; after rounding down, the largest weight may exceed 6 of it and is cut off there. A scale is never below
-2^-9, E4M3's smallest number, and that of a group of zeros is 1. gate_proj and up_proj of an expert are one
-matrix to an engine, so they share `weight_scale_2`. Two codes lie in a byte, the one with the even column in
-the low half.
+The group's scale is rounded before the weights are divided by it, so that codes match the stored scale; if it was
+rounded down, the largest weight may exceed 6 and is clamped. A scale is at least 2^-9, E4M3's smallest number; a group
+of zeros has scale 1. Engines fuse gate_proj and up_proj of an expert, so they share `weight_scale_2`. A byte holds two
+codes, the one of the even column in the low half.
 
-Activations are quantised while serving, in the same two levels; `input_scale` is their `weight_scale_2`.
-Calibration files (`checkpoint.quantization.calibration`) give it, and may give the amax of the weights. Without them
-it is 1: activations up to 2688 are in range, and a group is lost below 6 * 2^-9 = 0.012. Experts that no calibration
-sample was routed to take the largest amax of their layer.
+Activations are quantised during serving, in the same two levels; `input_scale` is their `weight_scale_2`. Calibration
+files (`checkpoint.quantization.calibration`) provide it, and optionally the amax of the weights. Without them it is 1:
+activations up to 2688 are in range, and groups below 6 * 2^-9 = 0.012 underflow. Experts without calibration samples
+use the largest amax of their layer.
 
-Per weight: 4 bits + 8/16 bits of scale.
+Size per weight: 4 bits + 8/16 bits of scale.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from posttrain.checkpoint.quantization.fp8 import E4M3_MAX, SMALLEST_SCALE, divi
 from posttrain.checkpoint.quantization.quantized_names import Selection, fused_with, layer_of, tensor_class
 from posttrain.errors import CheckpointError
 
-# The format's own; the numbers below are those of E2M1 and of E4M3's smallest scale (see above).
+# Group size of the format; the constants below are those of E2M1 and E4M3's smallest scale (see above).
 GROUP = 16
 E2M1_MAX = 6.0
 SMALLEST_GROUP_SCALE = 2.0**-9
@@ -54,12 +53,12 @@ QUANT_CONFIG_NAME = "hf_quant_config.json"
 
 @dataclass(frozen=True)
 class Nvfp4Format:
-    """NVFP4 experts as engines load them.
+    """NVFP4 expert format of engines.
 
     Args:
-        selection: What is quantised.
-        calibration: Magnitudes of activations and weights.
-        names: All tensors of the source, which tell an expert's neighbours.
+        selection: Tensors to quantise.
+        calibration: Maxima of activations and weights.
+        names: All source tensors, to find the other experts of a layer.
     """
 
     selection: Selection
@@ -67,14 +66,14 @@ class Nvfp4Format:
     names: tuple[str, ...] = ()
 
     def sharing_scale(self, hf_name: str) -> tuple[str, ...]:
-        """Return the tensors whose common largest magnitude makes `weight_scale_2`."""
+        """Return the tensors whose joint maximum determines `weight_scale_2`."""
         return fused_with(hf_name)
 
     def served_specs(self, hf_name: str, spec: TensorSpec) -> dict[str, TensorSpec]:
-        """Return names, shapes and dtypes of what `quantize` makes of a tensor, without its data.
+        """Return names, shapes and dtypes of the output of `quantize`, without computing it.
 
         Raises:
-            CheckpointError: When an expert's row is not a whole number of groups.
+            CheckpointError: An expert's row length is not a multiple of the group size.
         """
         rows, columns = spec.shape
         if columns % GROUP:
@@ -87,15 +86,15 @@ class Nvfp4Format:
         }
 
     def quantize(self, hf_name: str, weight: torch.Tensor, shared_amax: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        """Return codes and scales of a matrix under the names that engines load.
+        """Return codes and scales of a matrix under the engines' names.
 
         Args:
-            hf_name: Its name on the Hub.
+            hf_name: Hub name.
             weight: [N, K] of any float dtype.
-            shared_amax: Largest magnitude of all tensors of `sharing_scale`.
+            shared_amax: Largest magnitude over all tensors of `sharing_scale`.
 
         Raises:
-            CheckpointError: When a weight is NaN or infinite.
+            CheckpointError: A weight is NaN or infinite.
         """
         assert shared_amax is not None
         given = self.calibration.weight_amax(fused_with(hf_name))
@@ -124,7 +123,7 @@ class Nvfp4Format:
         return {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": GROUP, "ignore": excluded}
 
     def other_files(self, specs: Mapping[str, TensorSpec]) -> dict[str, Any]:
-        """Return hf_quant_config.json, where older loaders look."""
+        """Return hf_quant_config.json, which older loaders read."""
         quantization = {
             "quant_algo": "NVFP4",
             "kv_cache_quant_algo": None,
@@ -136,19 +135,19 @@ class Nvfp4Format:
 
 
 def input_scale_name(hf_name: str) -> str:
-    """Return the name of the scale of what a weight's module is given."""
+    """Return the name of the scale of a module's input."""
     return hf_name.removesuffix("weight") + INPUT_SCALE
 
 
 def _same_place_in_layer(hf_name: str, names: Iterable[str]) -> list[str]:
-    """Return the tensors of all experts of a layer that stand where `hf_name` stands in its own."""
+    """Return the tensors in the position of `hf_name` in all experts of its layer."""
     before, _, after = hf_name.partition(".experts.")
     place = re.compile(rf"{re.escape(before)}\.experts\.\d+\.{re.escape(after.partition('.')[2])}")
     return [name for name in names if place.fullmatch(name)]
 
 
 def excluded_modules(specs: Iterable[str], selection: Selection) -> list[str]:
-    """Return patterns of the modules that stay in BF16: everything but the experts that are quantised."""
+    """Return patterns of the modules that stay in BF16: all but the quantised experts."""
     experts = [name for name in specs if tensor_class(name) == "experts"]
     kept = _layers_of(name for name in experts if not selection.includes(name, (1, 1)))
     mtp = {layer for layer in _layers_of(specs) if layer >= selection.num_layers}
@@ -170,15 +169,15 @@ def _layers_of(hf_names: Iterable[str]) -> set[int]:
 
 
 def global_scale(amax: torch.Tensor, name: str = "weight", given: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the `weight_scale_2` of matrices, [] float32; 1 when all are zero.
+    """Return the `weight_scale_2` of matrices, [] float32; 1 if all are zero.
 
     Args:
         amax: Their largest magnitude.
-        name: Named when it is not finite.
-        given: The magnitude to use in its place; larger weights are cut off.
+        name: Name for the error about an amax that is not finite.
+        given: Overrides `amax`; larger weights are clamped.
 
     Raises:
-        CheckpointError: When a weight is NaN or infinite.
+        CheckpointError: A weight is NaN or infinite.
     """
     if not torch.isfinite(amax):
         raise CheckpointError(f"{name}: holds NaN or infinity; weights must be finite to be quantised")
@@ -221,23 +220,23 @@ def encode(weight: torch.Tensor, scale: torch.Tensor, scale_2: torch.Tensor) -> 
         Codes 1 and 15 (0.5 and -6) become the byte 0xf1.
     """
     scaled = (weight.float().unflatten(1, (-1, GROUP)) / (scale.float() * scale_2)[:, :, None]).flatten(1)
-    # Each pair of neighbours as one number of 16 bits, the even column in its low byte.
+    # View each pair of codes as one 16-bit number with the even column in its low byte.
     pairs = _round_to_e2m1(scaled).view(torch.int16)
     return (pairs | pairs >> 4).to(torch.uint8)
 
 
 def decode(packed: torch.Tensor, scale: torch.Tensor, scale_2: torch.Tensor) -> torch.Tensor:
-    """Return the weights [N, K] float32 that codes [N, K/2] and scales stand for."""
+    """Return the weights [N, K] float32 of codes [N, K/2] and scales."""
     codes = torch.stack([packed & 15, packed >> 4], dim=2).flatten(1)
     signed = torch.tensor([*MAGNITUDES, *(-magnitude for magnitude in MAGNITUDES)], device=packed.device)
     return (signed[codes.long()].unflatten(1, (-1, GROUP)) * (scale.float() * scale_2)[:, :, None]).flatten(1)
 
 
 def _round_to_e2m1(scaled: torch.Tensor) -> torch.Tensor:
-    """Return codes 0 to 15, uint8; halfway goes to the even code, and beyond 6 is 6.
+    """Return codes 0 to 15, uint8; ties go to the even code, and magnitudes above 6 become 6.
 
-    Codes are a chain of three lines over the magnitude m: 2m up to 2, m + 2 up to 4, m/2 + 4 up to 6. The
-    chain bends downwards, so it is the least of the three, and each is rounded by itself.
+    The code is a concave, piecewise linear function of the magnitude m: 2m up to 2, m + 2 up to 4, m/2 + 4 up to 6. It
+    is therefore the minimum of the three lines, each rounded separately.
     """
     m = scaled.abs()
     steps_of_half = (m * 2).round_()

@@ -1,4 +1,4 @@
-"""What quantisation did to the weights, measured on the files: errors, saturation and size, per class of tensors."""
+"""Quantisation errors, saturation and size, measured on the files per class of tensors."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from posttrain.checkpoint.quantization.nvfp4 import E2M1_MAX
 from posttrain.checkpoint.quantization.quantized_names import tensor_class
 from posttrain.errors import CheckpointError
 
-# Sums of float32 depend on the machine's vector width beyond this.
+# Digits beyond this depend on the machine's vector width.
 _DIGITS = 6
-# Largest code -> half a step beyond it, in units of it: what lies further out was cut off.
+# Largest code -> half a step beyond it, relative to it; larger values were clamped.
 # (INT4 scales are rounded to BF16, which adds 0.04.)
 _HEADROOM = {E4M3_MAX: 464 / E4M3_MAX, E2M1_MAX: 7 / E2M1_MAX, INT4_MAX: 7.54 / INT4_MAX}
 
 
 @dataclass(frozen=True)
 class TensorError:
-    """What quantisation did to one tensor.
+    """Quantisation error of one tensor.
 
     Args:
-        num_elements: Of the weight.
-        bytes_before: In the source.
-        bytes_after: Of codes and scales.
+        num_elements: Elements of the weight.
+        bytes_before: Size in the source.
+        bytes_after: Size of codes and scales.
         error_square_sum: Sum of (w - code * scale)^2.
         weight_square_sum: Sum of w^2.
         max_abs_error: Largest |w - code * scale|.
         max_abs_weight: Largest |w|.
-        max_scaled_error: Largest |w - code * scale| in units of the largest magnitude under that scale.
-        num_saturated: Weights beyond that magnitude by more than rounding explains: they were cut off.
+        max_scaled_error: Largest |w - code * scale|, relative to the largest magnitude under that scale.
+        num_saturated: Weights that exceed that magnitude by more than rounding explains, and were clamped.
     """
 
     num_elements: int
@@ -54,19 +54,19 @@ class TensorError:
 
 
 def verify_weights(source: Path, folder: Path, num_threads: int = 1) -> dict[str, Any]:
-    """Compare a quantised checkpoint with the one it was made from.
+    """Compare a quantised checkpoint with its source.
 
     Args:
         source: Checkpoint in Hub layout.
-        folder: What was made of it.
-        num_threads: Tensors compared at a time.
+        folder: The quantised checkpoint.
+        num_threads: Number of tensors compared at a time.
 
     Returns:
         See `summarize`.
 
     Raises:
-        CheckpointError: Listing tensors that are missing or of another shape, that were copied and differ,
-            or that are not finite.
+        CheckpointError: Tensors are missing, have another shape, are not finite, or differ although they were copied;
+            lists them.
     """
     reader, quantized = CheckpointReader(source), QuantizedCheckpoint(folder)
     results: list[TensorError | str | None] = []
@@ -84,7 +84,7 @@ def verify_weights(source: Path, folder: Path, num_threads: int = 1) -> dict[str
 
 
 def _compare(reader: CheckpointReader, quantized: QuantizedCheckpoint, name: str) -> TensorError | str | None:
-    """Return the error of a quantised tensor, None for one that was copied, or what is wrong with it."""
+    """Return the error of a quantised tensor, None for a copied one, or a problem as text."""
     if quantized.shape(name) != reader.shape(name):
         return f"{name}: shape {list(quantized.shape(name))}, the source has {list(reader.shape(name))}"
     if not quantized.is_quantized(name):
@@ -99,7 +99,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def measure(reader: CheckpointReader, quantized: QuantizedCheckpoint, name: str) -> TensorError:
-    """Compare a weight with what its codes and scales stand for, a range of rows at a time."""
+    """Compare a weight with its codes and scales, one range of rows at a time."""
     weight = reader.info(name)
     headroom = _HEADROOM[quantized.largest_code(name)]
     before, after = weight.size_bytes, sum(quantized.parts(name).values())
@@ -121,10 +121,10 @@ def measure(reader: CheckpointReader, quantized: QuantizedCheckpoint, name: str)
 
 
 def summarize(errors: Mapping[str, TensorError]) -> dict[str, Any]:
-    """Join the tensors' errors to one row per class and one for all.
+    """Aggregate the tensors' errors to one row per class and one for all.
 
     Args:
-        errors: Name on the Hub -> error. The order decides the last bits of the sums: pass them sorted.
+        errors: Hub name -> error. The order affects the last bits of the sums: pass them sorted.
 
     Returns:
         Class -> tensors, elements, bytes, compression, relative error (root of the ratio of the sums of

@@ -1,4 +1,4 @@
-"""Quantising a checkpoint: which formats there are, and what becomes of each tensor in them."""
+"""Quantises a checkpoint: the formats, and the conversion of each tensor."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ FLOAT_DTYPES = ("BF16", "F16", "F32", "F64")
 
 
 class WeightFormat(Protocol):
-    """A number format that engines load weights in; `Fp8Format` says what the methods do."""
+    """A weight format of engines; `Fp8Format` documents the methods."""
 
     @property
     def selection(self) -> Selection:
-        """What is quantised."""
+        """Tensors to quantise."""
 
     def sharing_scale(self, hf_name: str) -> tuple[str, ...]:
-        """Return the tensors whose common largest magnitude makes a scale."""
+        """Return the tensors whose joint maximum determines a scale."""
 
     def served_specs(self, hf_name: str, spec: TensorSpec) -> dict[str, TensorSpec]:
-        """Return what `quantize` makes, without its data."""
+        """Return names, shapes and dtypes of the output of `quantize`."""
 
     def quantize(self, hf_name: str, weight: torch.Tensor, shared_amax: torch.Tensor | None) -> dict[str, torch.Tensor]:
         """Return codes and scales of a matrix."""
@@ -47,18 +47,18 @@ class WeightFormat(Protocol):
 
 
 class Quantization:
-    """What quantising makes of each tensor of a checkpoint; a `converted_folder.Recoding`.
+    """The quantisation of each tensor of a checkpoint; a `converted_folder.Recoding`.
 
-    The work is done by a GPU where there is one, a tensor at a time; the bytes are the same.
+    Tensors are processed one at a time, on a GPU if there is one; the bytes are the same on a CPU.
 
     Args:
         source: Checkpoint in Hub layout, not quantised.
-        settings: "format" ("fp8", "nvfp4", "mxfp8" or "int4"), what that format needs, and what keeps its
+        settings: "format" ("fp8", "nvfp4", "mxfp8" or "int4"), the format's parameters, and the modules that keep their
             precision; see `make_format`.
 
     Raises:
-        CheckpointError: When the source is quantised already, has nothing to quantise, or when a setting
-            would divide what engines compute as one.
+        CheckpointError: The source is quantised already, has nothing to quantise, or a setting would split tensors that
+            engines fuse.
     """
 
     def __init__(self, source: Path, settings: Mapping[str, Any]):
@@ -76,15 +76,15 @@ class Quantization:
         self._largest = functools.cache(lambda name: largest_magnitude(self.reader.tensor(name).to(self._device)))
 
     def specs(self, hf_name: str) -> Mapping[str, TensorSpec]:
-        """Return names, shapes and dtypes of what is stored for a tensor."""
+        """Return names, shapes and dtypes of a tensor's output."""
         spec = self._specs[hf_name]
         return self.format.served_specs(hf_name, spec) if self._is_quantized(hf_name) else {hf_name: spec}
 
     def recode(self, hf_name: str) -> Mapping[str, torch.Tensor]:
-        """Return what is stored for a tensor.
+        """Return the output of a tensor.
 
         Raises:
-            CheckpointError: When a weight is NaN or infinite.
+            CheckpointError: A weight is NaN or infinite.
         """
         weight = self.reader.tensor(hf_name)
         if not self._is_quantized(hf_name):
@@ -94,7 +94,7 @@ class Quantization:
         return {name: tensor.cpu() for name, tensor in made.items()}
 
     def small_files(self) -> Mapping[str, Any]:
-        """Return config.json with its `quantization_config`, and what else the format has."""
+        """Return config.json with its `quantization_config`, and the format's other files."""
         config = read_object(self.reader.folder / "config.json")
         declared = {**config, "quantization_config": self.format.quantization_config(self._specs)}
         return {"config.json": declared, **self.format.other_files(self._specs)}
@@ -104,13 +104,13 @@ class Quantization:
 
 
 class QuantizedDrafts(Quantization):
-    """A `Quantization` of nothing but the MTP layers, where engines draft with them: the trainer sends all else.
+    """A `Quantization` of the MTP layers alone, for engines that use them for drafts: the trainer sends all else.
 
     The folder's config is that of the whole checkpoint.
 
     Args:
         source: See `Quantization`.
-        settings: See there; "drafts" tells whether engines draft.
+        settings: See `Quantization`; "drafts" states whether engines draft.
     """
 
     def __init__(self, source: Path, settings: Mapping[str, Any]):
@@ -120,7 +120,7 @@ class QuantizedDrafts(Quantization):
 
 
 def open_recoding(source: Path, settings: Mapping[str, Any]) -> Recoding:
-    """Return what becomes of each tensor in a format: "bf16" casts back, every other one quantises.
+    """Return the conversion to a format: "bf16" casts back, every other one quantises.
 
     Raises:
         CheckpointError: See `Quantization` and `CastToBf16`.
@@ -133,17 +133,17 @@ def open_recoding(source: Path, settings: Mapping[str, Any]) -> Recoding:
 def make_format(
     settings: Mapping[str, Any], config: Mapping[str, Any], specs: Mapping[str, TensorSpec]
 ) -> WeightFormat:
-    """Return a format by its name.
+    """Return a format by name.
 
     Args:
         settings: "format"; for "fp8" also "strategy" and "scale"; for "nvfp4" "calibration" (files); for all
             "keep_first_layers", "keep_last_layers" and "keep_modules".
         config: The source's config.json.
-        specs: Shape and dtype of all tensors of the source.
+        specs: Shape and dtype of all source tensors.
     """
     kept = {key: value for key, value in settings.items() if key.startswith("keep_")}
     num_layers, name = config.get("num_hidden_layers", 0), settings["format"]
-    # Engines run the MTP layer in BF16 beside experts of four bits.
+    # Engines run the MTP layer in BF16 with experts of four bits.
     experts_only = name in ("nvfp4", "int4")
     classes = ("experts",) if experts_only else CLASSES
     selection = Selection(classes, num_layers, mtp=not experts_only, **kept)
@@ -165,10 +165,10 @@ def make_fp8(settings: Mapping[str, Any], num_layers: int) -> Fp8Format:
 
 
 def open_source(source: Path) -> CheckpointReader:
-    """Open a checkpoint that is not quantised.
+    """Open an unquantised checkpoint.
 
     Raises:
-        CheckpointError: When it is quantised already, by its config or by its tensors' names and dtypes; or a tensor
+        CheckpointError: It is quantised already, according to its config or its tensors' names and dtypes; or a tensor
             is empty.
     """
     reader = CheckpointReader(source)

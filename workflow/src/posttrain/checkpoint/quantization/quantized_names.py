@@ -1,4 +1,4 @@
-"""The one list of what is quantised, by the tensors' names on the Hub; for every format and for weight sync."""
+"""The tensors that are quantised, by Hub name, for every format and for weight sync."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from posttrain.checkpoint.formats.safetensors_io import TensorSpec
 from posttrain.errors import CheckpointError
 
-# What is quantised: the matrices of attention and indexer, and of every kind of MLP. Not: embedding,
-# lm_head, norms, the router, the indexer's weights_proj, and eh_proj of the MTP layer; engines compute with
-# these in BF16 or FP32.
+# Quantised are the matrices of attention, indexer and every kind of MLP. Engines compute with the others in BF16 or
+# FP32: embedding, lm_head, norms, the router, the indexer's weights_proj, and eh_proj of the MTP layer.
 _QUANTIZED = {
     "attention": r"self_attn\.(?:q_a_proj|q_b_proj|kv_a_proj_with_mqa|kv_b_proj|q_proj|k_proj|v_proj|o_proj)",
     "indexer": r"self_attn\.indexer\.(?:wq_b|wk)",
@@ -22,7 +21,7 @@ _QUANTIZED = {
 CLASSES = tuple(_QUANTIZED)
 _PATTERNS = {kind: re.compile(rf"model\.layers\.\d+\.{part}\.weight") for kind, part in _QUANTIZED.items()}
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
-# Matrices that engines join into one: they take the same input.
+# Matrices with the same input, which engines fuse into one.
 _FUSED = (("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"), ("q_proj", "k_proj", "v_proj"))
 
 
@@ -32,16 +31,16 @@ def tensor_class(hf_name: str) -> str:
 
 
 def layer_of(hf_name: str) -> int | None:
-    """Return the number of the layer that a tensor belongs to; None for the embedding and the like."""
+    """Return the layer number of a tensor; None for tensors outside layers, such as the embedding."""
     match = _LAYER.match(hf_name)
     return int(match[1]) if match else None
 
 
 def fused_with(hf_name: str) -> tuple[str, ...]:
-    """Return the tensors that an engine joins with a tensor to one matrix, itself included.
+    """Return the tensors that an engine fuses with a tensor, including itself.
 
     Example:
-        "...experts.7.up_proj.weight" gives the names of gate_proj and up_proj of expert 7; down_proj stands alone.
+        "...experts.7.up_proj.weight" gives the names of gate_proj and up_proj of expert 7; down_proj is not fused.
     """
     before, _, projection = hf_name.removesuffix(".weight").rpartition(".")
     for group in _FUSED:
@@ -52,14 +51,14 @@ def fused_with(hf_name: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Selection:
-    """Which tensors are quantised.
+    """Selects the tensors to quantise.
 
     Args:
-        classes: Those that a format covers, of `CLASSES`.
-        num_layers: Decoder layers; the MTP layers come after them.
+        classes: Classes that a format covers, of `CLASSES`.
+        num_layers: Number of decoder layers; the MTP layers follow them.
         keep_first_layers: Leading decoder layers that keep their precision.
         keep_last_layers: Trailing decoder layers that keep their precision.
-        keep_modules: Regular expressions; a module whose name holds a match keeps its precision.
+        keep_modules: Regular expressions; a module with a match in its name keeps its precision.
         mtp: Whether the MTP layers are quantised.
     """
 
@@ -86,13 +85,13 @@ class Selection:
         return not self.mtp and layer >= self.num_layers
 
     def check(self, specs: Mapping[str, TensorSpec]) -> None:
-        """Check that nothing which an engine computes as one is quantised by halves.
+        """Check that tensors which an engine fuses are all quantised or all not.
 
         Args:
-            specs: Name -> shape and dtype of all tensors of the source.
+            specs: Name -> shape and dtype of all source tensors.
 
         Raises:
-            CheckpointError: When nothing is quantised, or naming tensors on both sides of a divided group.
+            CheckpointError: Nothing is quantised, or a group is split; names a tensor of either kind.
         """
         groups: dict[str, dict[bool, str]] = {}
         for name, spec in specs.items():
@@ -109,13 +108,13 @@ class Selection:
 
 
 def _computed_as_one(hf_name: str) -> str:
-    """Return a name that all tensors of one engine operation share: a layer's experts, or fused matrices."""
+    """Return a name common to all tensors of one engine operation: a layer's experts, or fused matrices."""
     if ".experts." in hf_name:
         return hf_name.partition(".experts.")[0]
     return fused_with(hf_name)[0]
 
 
 def unquantized_modules(specs: Mapping[str, TensorSpec], selection: Selection) -> list[str]:
-    """Return the modules with a matrix that is not quantised, in the order of their tensors."""
+    """Return the modules with an unquantised matrix, in the order of their tensors."""
     matrices = ((name, spec.shape) for name, spec in specs.items() if len(spec.shape) == 2)
     return [name.removesuffix(".weight") for name, shape in matrices if not selection.includes(name, shape)]

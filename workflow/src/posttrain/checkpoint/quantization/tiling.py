@@ -1,4 +1,4 @@
-"""Rectangular chunks of a tensor: do they cover it, and where do two of them meet?"""
+"""Rectangular chunks of a tensor: coverage and intersection."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ Chunk = tuple[Shape, Shape]
 
 
 def intersect(first: Chunk, second: Chunk) -> Chunk | None:
-    """Return the box that two boxes share, None when they share nothing.
+    """Return the intersection of two boxes; None if they are disjoint.
 
     Example:
-        Rows 0-3 and rows 2-5 of a matrix with 4 columns share ((2, 0), (2, 4)).
+        Rows 0-3 and rows 2-5 of a matrix with 4 columns intersect in ((2, 0), (2, 4)).
     """
     low = tuple(map(max, first[0], second[0]))
     ends = zip(first[0], first[1], second[0], second[1], strict=True)
@@ -22,17 +22,17 @@ def intersect(first: Chunk, second: Chunk) -> Chunk | None:
 
 
 def slices_within(box: Chunk, outer: Chunk) -> tuple[slice, ...]:
-    """Return how to index a tensor that holds `outer` so as to get `box`, which lies in it."""
+    """Return the index of `box` in a tensor that holds `outer`; `outer` contains `box`."""
     starts = [a - b for a, b in zip(box[0], outer[0], strict=True)]
     return tuple(slice(start, start + size) for start, size in zip(starts, box[1], strict=True))
 
 
 def find_misfit(shape: Shape, boxes: Iterable[Chunk]) -> str:
-    """Tell what keeps boxes from covering a tensor exactly once, "" when nothing does.
+    """Return why boxes do not cover a tensor exactly once; "" if they do.
 
-    The boxes are sorted along the first dimension into slabs with equal first index and extent; the slabs
-    must follow each other, and each must be covered in the remaining dimensions. A cover by boxes that
-    interlock without such slabs is refused: no writer makes one.
+    The boxes are sorted along the first dimension into slabs with equal first index and extent; the slabs must be
+    consecutive, and each must be covered in the remaining dimensions. Interlocking boxes without such slabs are
+    rejected: no writer makes them.
 
     Example:
         Boxes ((0, 0), (2, 4)) and ((3, 0), (1, 4)) in (4, 4) give "a gap at (2,)".

@@ -1,15 +1,15 @@
-"""Copying to many nodes at once: shared storage is read once, and the nodes pass the files on to one another.
+"""Copies files to many nodes at once: shared storage is read once, and the nodes pass the files on to one another.
 
-Each file is read from its origin by the node that first claims it. When it is on that node's disk and its hash is
-right, the node makes a torrent of it and tells the others, who fetch it by BitTorrent (libtorrent) from everybody who
-has any of it. No node is special: one that dies is replaced by whoever claims next, one that comes late finds what
-there is, and one that comes last and alone reads the origin.
+The first node that claims a file reads it from its origin. Once the file is on that node's disk with the correct hash,
+the node publishes a torrent; the others fetch it by BitTorrent (libtorrent) from every node that has pieces of it. No
+node is special: another node claims the files of one that dies, a late node fetches existing files, and a node without
+peers reads the origin.
 
 The nodes meet in a folder on shared storage (`peer_registry`). SLURM's `sbcast` copies whole files within one
-allocation and starts again after a kill; aria2 takes no list of peers, so it would need a tracker.
+allocation and restarts after a kill; aria2 accepts no list of peers and would need a tracker.
 
-A file that was fetched counts only when our own hash of the whole agrees, and is synced. What a killed node had
-fetched is used by its next attempt: BitTorrent checks it piece by piece.
+A fetched file is accepted once its own full hash matches and it is synced. Pieces that a killed node had fetched are
+reused by its next attempt: BitTorrent checks each piece.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from posttrain.store import hash_file
 
 log = logging.getLogger(__name__)
 
-# Short beside the copy of a file, which takes seconds; a look costs one listing of a folder.
+# Short compared with the copy of a file, which takes seconds; a poll lists one folder.
 POLL_SECONDS = 0.25
-# A download without progress for this long is given up, and the origin read instead.
+# A download without progress for this long is cancelled, and the origin is read.
 STALL_SECONDS = 60.0
-# Two reads keep one going while the other is hashed; downloads share the peers' links, so more of them help.
+# With two reads, one continues while the other is hashed; downloads share the peers' links and profit from more.
 MAX_READS, MAX_DOWNLOADS = 2, 16
-# All nodes together read at most this share of the files from their origins at a time: only what has been read can be
-# passed on.
+# All nodes together read at most this share of the files from their origins at a time: only a file that has been
+# read can be passed on.
 READ_SHARE = 1 / 8
 SCRATCH = ".broadcast"
 
 
 class Broadcast:
-    """A node's part in copying to many.
+    """One node of a broadcast.
 
     Args:
-        peers: Folder on shared storage; the same for all nodes that copy the same.
-        node: Name of this node.
-        destination: Folder on this node's own disk; parts of files lie in a hidden folder below it.
-        interface: The network of the nodes; empty: all networks of this machine.
+        peers: Folder on shared storage; equal on all nodes that copy the same files.
+        node: This node's name.
+        destination: Folder on this node's local disk; incomplete files are in a hidden folder in it.
+        interface: Network interface of the nodes; empty means all networks.
     """
 
     def __init__(self, peers: Path, node: str, destination: Path, interface: str = ""):
@@ -58,14 +58,14 @@ class Broadcast:
         self._scratch = destination / SCRATCH
 
     def fetch(self, wrong: Sequence[CopyTask], right: Sequence[CopyTask]) -> None:
-        """Copy the files of `wrong` to this node; give these and the files of `right` to others while they need them.
+        """Copy the files of `wrong` to this node; serve them and the files of `right` while peers need them.
 
         Args:
-            wrong: Files that this node lacks, or has with other bytes.
-            right: Files that this node already has.
+            wrong: Files that are missing here or have other bytes.
+            right: Files that are correct here.
 
         Raises:
-            CheckpointError: An origin's file is not what its receipt says.
+            CheckpointError: An origin's file does not match its receipt.
             OSError: The disk is full.
         """
         self._scratch.mkdir(parents=True, exist_ok=True)
@@ -86,14 +86,14 @@ class _Exchange:
     def __init__(self, registry: PeerRegistry, swarm: Swarm, pool: ThreadPoolExecutor, progress: TransferProgress):
         self._registry, self._swarm, self._pool, self._progress = registry, swarm, pool, progress
         self._has: set[str] = set()
-        # What is under way: read from the origin, fetched from peers, checked after that.
+        # Files in progress: read from the origin, fetched from peers, verified after the fetch.
         self._reads: dict[str, Future[None]] = {}
         self._downloads: dict[str, float] = {}
         self._checks: dict[str, Future[bool]] = {}
         self._unreachable: set[str] = set()
 
     def run(self, wrong: dict[str, list[CopyTask]], right: dict[str, list[CopyTask]]) -> None:
-        """Work until nothing is missing here, then until nobody alive misses anything."""
+        """Run until this node has every file, then until all live nodes have theirs."""
         missing = _shuffled(wrong)
         max_reads = max(2, int(READ_SHARE * (len(wrong) + len(right))))
         for content, tasks in right.items():
@@ -124,7 +124,7 @@ class _Exchange:
         return content in self._reads or content in self._downloads or content in self._checks
 
     def _begin(self, content: str, task: CopyTask, max_reads: int) -> None:
-        """Fetch a file that a peer has, or read it from its origin if nobody else does."""
+        """Fetch a file from peers, or read it from its origin if no other node does."""
         if content in self._unreachable:
             if len(self._reads) < MAX_READS:
                 self._reads[content] = self._pool.submit(self._read, content, task)
@@ -133,7 +133,7 @@ class _Exchange:
                 self._swarm.download(content, self._registry.torrent(content))
                 self._downloads[content] = time.monotonic()
         elif len(self._reads) < MAX_READS and self._num_reads() < max_reads:
-            # Others may have been faster since the last look.
+            # Other nodes may have claimed it since the last refresh.
             self._registry.refresh()
             if self._num_reads() < max_reads and self._registry.claim(content):
                 self._reads[content] = self._pool.submit(self._read, content, task)
@@ -146,14 +146,14 @@ class _Exchange:
         self._swarm.make_torrent(content, task.target, self._registry.torrent(content))
 
     def _offer(self, content: str, task: CopyTask) -> None:
-        """Let others fetch a file that lies here and is right."""
+        """Offer a correct local file to the peers."""
         if not self._registry.has_torrent(content):
             self._swarm.make_torrent(content, task.target, self._registry.torrent(content))
         self._swarm.seed(content, task.target, self._registry.torrent(content))
         self._has.add(content)
 
     def _collect(self, missing: dict[str, list[CopyTask]]) -> None:
-        """Take note of files that are here now."""
+        """Process finished reads, downloads and checks."""
         for content in _finished(self._reads):
             self._reads.pop(content).result()
             self._arrived(content, missing)
@@ -169,7 +169,7 @@ class _Exchange:
                 self._give_up(content)
 
     def _check(self, content: str, task: CopyTask) -> bool:
-        """Put a fetched file under its name when its bytes are right."""
+        """Publish a fetched file under its name if its bytes are correct."""
         if hash_file(self._swarm.path(content)) != content:
             return False
         publish_link(self._swarm.path(content), task.target)
@@ -186,7 +186,7 @@ class _Exchange:
     # ---- peers ----
 
     def _tend_downloads(self) -> None:
-        """Connect downloads to peers that have the file; end those that have stalled or whose peers are gone."""
+        """Connect downloads to the peers that have the file; cancel those that have stalled or lost their peers."""
         for content, since in list(self._downloads.items()):
             useful = [peer for peer in self._registry.peers if content in peer.has or content in peer.fetches]
             self._swarm.connect(content, [(host, peer.port) for peer in useful for host in peer.addresses])
@@ -196,7 +196,7 @@ class _Exchange:
                 log.warning("%s does not come from its peers; it is read from its origin", content)
                 self._give_up(content)
             elif not any(content in peer.has for peer in useful):
-                # Whoever had it is gone; somebody claims it again.
+                # The peers that had it are gone; a node will claim it again.
                 self._swarm.drop(content)
                 del self._downloads[content]
 
@@ -218,7 +218,7 @@ def _by_content(tasks: Sequence[CopyTask]) -> dict[str, list[CopyTask]]:
 
 
 def _shuffled(tasks: dict[str, list[CopyTask]]) -> dict[str, list[CopyTask]]:
-    """Return the files in an order of this node's own, so that nodes claim different ones."""
+    """Return the files in a random order, so that nodes claim different ones."""
     items = list(tasks.items())
     random.shuffle(items)
     return dict(items)

@@ -1,9 +1,8 @@
-"""Making room on a node's own disk: old copies of ours are deleted by a rule that the user states.
+"""Frees space on a node's local disk by deleting old copies, by a rule in the config.
 
-Only what `staging_record` vouches for as ours is ever deleted, and only while it is as we left it: a file that somebody
-else put there, or changed, stays. A copy in use is never touched: whoever stages to it or trains from it holds a lock
-(`flock`) on its folder, which the kernel lets go when the process ends, however it ends. The folder is on one node's
-own disk, so that lock reaches everybody who could use it.
+Only unchanged files in a `staging_record` are deleted; files that others added or changed stay. A copy in use is never
+deleted: processes that stage to it or train from it hold a lock (`flock`) on its folder, which the kernel releases when
+the process ends. The folder is on the node's local disk, so every possible user sees the lock.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ DAY_SECONDS = 86400.0
 
 @dataclass(frozen=True)
 class Eviction:
-    """The user's rule.
+    """The eviction rule.
 
     Args:
-        rule: never, oldest (the longest unused first, until there is room), or unused (all unused for `unused_days`).
+        rule: never, oldest (longest unused first, until the space suffices), or unused (all unused for `unused_days`).
         unused_days: See `rule`.
-        root: Folder on the node's own disk with all models' copies.
+        root: Folder on the node's local disk with the copies of all models.
     """
 
     rule: str
@@ -55,11 +54,11 @@ class OldCopy:
     """A copy that may be evicted.
 
     Args:
-        folder: Where it lies.
-        used_unix: When it was last staged or trained from.
-        names: Files of it that are ours and as we left them.
-        links: Links of ours.
-        size_bytes: What deleting the files frees.
+        folder: Folder of the copy.
+        used_unix: Time of the last staging or training from it.
+        names: Unchanged files that we wrote.
+        links: Links that we made.
+        size_bytes: Space that deleting the files frees.
     """
 
     folder: Path
@@ -71,7 +70,7 @@ class OldCopy:
 
 @contextlib.contextmanager
 def in_use(folders: Sequence[Path]) -> Iterator[None]:
-    """Keep copies from being evicted while the block runs; several processes may use one copy."""
+    """Protect copies from eviction during the block; several processes may use one copy."""
     with ExitStack() as stack:
         for folder in folders:
             stack.callback(os.close, _hold(folder))
@@ -79,11 +78,11 @@ def in_use(folders: Sequence[Path]) -> Iterator[None]:
 
 
 def make_room(needed_bytes: int, destination: Path, eviction: Eviction) -> None:
-    """Delete old copies by the user's rule, and say what is deleted, or what could be.
+    """Delete old copies by the rule; log the deleted ones and the candidates.
 
     Args:
-        needed_bytes: What is about to be written.
-        destination: Where; on the same disk as the copies.
+        needed_bytes: Size of the next write.
+        destination: Its destination, on the same disk as the copies.
         eviction: The rule.
     """
     now = time.time()
@@ -99,7 +98,7 @@ def make_room(needed_bytes: int, destination: Path, eviction: Eviction) -> None:
 
 
 def find_copies(root: Path) -> list[OldCopy]:
-    """Return the copies below `root`, {model}/{revision}/{folder}, that carry a staging record of ours."""
+    """Return the copies in `root`, {model}/{revision}/{folder}, that have a staging record."""
     found = []
     for path in sorted(root.glob(f"*/*/*{SUFFIX}")):
         try:
@@ -110,9 +109,9 @@ def find_copies(root: Path) -> list[OldCopy]:
 
 
 def evict(copy: OldCopy) -> bool:
-    """Delete a copy unless somebody uses it; True when it is gone.
+    """Delete a copy unless it is in use; return True if it is gone.
 
-    The staging record goes last, so that a kill leaves a copy that can still be evicted.
+    The staging record is deleted last, so that a copy can still be evicted after a kill.
     """
     try:
         descriptor = os.open(copy.folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -132,12 +131,12 @@ def evict(copy: OldCopy) -> bool:
 
 
 def _hold(folder: Path) -> int:
-    """Return a descriptor of `folder`, made if need be, with a shared lock on it."""
+    """Return a descriptor of `folder`, created if missing, with a shared lock on it."""
     while True:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(descriptor, fcntl.LOCK_SH)
-        # Evicted while we waited: the name is gone, or another folder's.
+        # It was evicted during the wait: the name is gone, or belongs to another folder.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(descriptor), os.stat(folder)):
                 return descriptor
@@ -152,7 +151,7 @@ def _read_copy(path: Path) -> OldCopy:
 
 
 def _is_still_ours(path: Path, file: CopiedFile) -> bool:
-    # Time 0: a staging that was killed was about to write it.
+    # mtime 0 marks a file that a killed staging was about to write.
     was_begun = file.mtime_ns == 0 and path.is_file() and path.stat().st_size == file.size_bytes
     return was_begun or is_as_left(path, file)
 

@@ -1,8 +1,7 @@
-"""Putting files in their place: hashes taken on the way, free space, several files at a time, one way to
-fail.
+"""Places files: hashing during the copy, free space, several files at a time, uniform errors.
 
-Everything here works on files of any size with constant memory, and leaves either the old file or the whole
-new one under a name (`store.write_atomic`).
+All functions process files of any size with constant memory, and leave either the old file or the complete new one
+under a name (`store.write_atomic`).
 """
 
 from __future__ import annotations
@@ -28,24 +27,24 @@ from posttrain.store.durable import naming, remove_dead_temporaries
 if TYPE_CHECKING:
     from hashlib import _Hash as Hash
 
-# Stays in a core's cache, where it is hashed and written right after it is read.
+# Fits into a core's cache, where it is hashed and written right after it is read.
 COPY_CHUNK_BYTES = 1 << 18
 T = TypeVar("T")
 R = TypeVar("R")
-# Errors of link(2) that mean "not possible here", as opposed to "something is wrong": another file system,
-# a file of somebody else's (fs.protected_hardlinks), a file system without links, too many links.
+# Errors of link(2) for unsupported links, as opposed to failures: another file system, another user's file
+# (fs.protected_hardlinks), a file system without links, too many links.
 NO_LINK_ERRORS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK)
 
 
 class TransferStopped(RuntimeError):
-    """Another file failed, so this one was given up; never the error that the user sees."""
+    """The transfer was cancelled because another file failed; users never see this error."""
 
 
 class TransferProgress:
-    """A progress bar that several threads advance, and the way to make them all stop.
+    """A thread-safe progress bar that can also stop all its threads.
 
     Args:
-        bar: Shows the bytes.
+        bar: Displays the bytes.
     """
 
     def __init__(self, bar: ProgressBar):
@@ -54,10 +53,10 @@ class TransferProgress:
         self._stopped = threading.Event()
 
     def advance(self, amount: int) -> None:
-        """Count `amount` bytes (negative: they have to be fetched again).
+        """Count `amount` bytes; a negative amount discards bytes that must be fetched again.
 
         Raises:
-            TransferStopped: After `stop`, in every thread that still transfers.
+            TransferStopped: `stop` was called.
         """
         if self._stopped.is_set():
             raise TransferStopped("another file failed")
@@ -68,22 +67,22 @@ class TransferProgress:
         """Wait.
 
         Raises:
-            TransferStopped: As soon as another file fails.
+            TransferStopped: Another file failed.
         """
         if self._stopped.wait(seconds):
             raise TransferStopped("another file failed")
 
     def stop(self) -> None:
-        """Make every transfer end at its next chunk."""
+        """Cancel every transfer at its next chunk."""
         self._stopped.set()
 
 
 def hash_twice(path: Path, second: Hash) -> str:
-    """Read a file once, feed it to `second` too, and return its xxh3_128, 32 hex digits.
+    """Read a file once, update `second` with it, and return its xxh3_128, 32 hex digits.
 
     Args:
         path: The file.
-        second: A hash of hashlib; it has seen the whole file afterwards.
+        second: A hashlib hash to update with the whole file.
     """
     first = xxhash.xxh3_128()
     for chunk in _chunks(path):
@@ -93,7 +92,7 @@ def hash_twice(path: Path, second: Hash) -> str:
 
 
 def git_blob_hash(size_bytes: int) -> Hash:
-    """Return a hash that becomes Git's id of a file of `size_bytes` when it has seen the file.
+    """Return a hash that yields Git's blob id of a file of `size_bytes`.
 
     Example:
         For an empty file it is e69de29bb2d1d6434b8b29ae775ad8c2e48c5391.
@@ -108,9 +107,9 @@ def copy_file(
 
     Args:
         source: The file, or a link to it.
-        target: Where the copy goes; an older file there stays until the new one is complete.
+        target: Destination; an older file stays until the new one is complete.
         progress: Counts the bytes.
-        check: Called with the hash before the copy gets its name; raises to refuse it.
+        check: Called with the hash before the copy gets its name; raises to reject it.
     """
     state = xxhash.xxh3_128()
 
@@ -136,19 +135,19 @@ def copy_plainly(source: Path, target: Path) -> None:
 
 
 def write_whole(file: RawIOBase, chunk: bytes | memoryview) -> None:
-    """Write all of `chunk`: near a full disk a raw file may take a part only, and raises at the next call."""
+    """Write all of `chunk`: near a full disk a raw file may write only part of it, and raises on the next call."""
     view = memoryview(chunk)
     while view:
         view = view[file.write(view) :]
 
 
 def hard_link(source: Path, target: Path) -> bool:
-    """Give `source` a second name and return True; False where the file systems do not allow it."""
+    """Hard-link `source` to `target` and return True; False if the file systems do not allow it."""
 
     if target.exists() and target.samefile(source) and not target.is_symlink():
         return True
     try:
-        # A link to a symlink would be a second symlink on Linux: name the file behind it.
+        # On Linux, linking a symlink would create another symlink: link its target.
         place_atomic(target, lambda temporary: os.link(source.resolve(strict=True), temporary))
     except OSError as error:
         if error.errno in NO_LINK_ERRORS:
@@ -158,15 +157,15 @@ def hard_link(source: Path, target: Path) -> bool:
 
 
 def publish_link(source: Path, target: Path) -> None:
-    """Give a file that is complete and right a second, durable name on the same disk; an older file there goes."""
+    """Link a complete, correct file durably to a second name on the same disk; replaces an older file."""
     place_atomic(target, lambda temporary: os.link(source, temporary))
 
 
 class HashingFile:
-    """A file open for writing that knows the hash of what went into it, so that nothing is read again.
+    """A file open for writing that hashes the written bytes, so that they need not be read again.
 
     Args:
-        file: Open and empty; whoever opened it closes it.
+        file: Open and empty; the caller closes it.
         on_bytes: Called with the number of bytes after each write.
     """
 
@@ -181,7 +180,7 @@ class HashingFile:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Raise the write that failed, not what torch.save makes of it."""
+        """Raise the original write error instead of torch.save's."""
         if self._failure:
             raise self._failure
 
@@ -199,21 +198,20 @@ class HashingFile:
         return num_bytes
 
     def flush(self) -> None:
-        """Hand what is buffered to the system; torch.save asks for it."""
+        """Flush the buffer; torch.save calls this."""
         self._file.flush()
 
     @property
     def xxh3_128(self) -> str:
-        """Hash of everything written, 32 hex digits."""
+        """Hash of all written bytes, 32 hex digits."""
         return self._state.hexdigest()
 
 
 def run_parallel(work: Callable[[T], R], items: Sequence[T], workers: int, progress: TransferProgress) -> list[R]:
-    """Return `work(item)` for all items, in their order.
+    """Return `work(item)` for all items, in order.
 
     Raises:
-        Exception: The first error of any item. The others are stopped at their next chunk, and none is left
-        running.
+        Exception: The first error of any item. All other items stop at their next chunk before this returns.
     """
     complete = False
     with ThreadPoolExecutor(max_workers=max(1, workers)) as pool:
@@ -230,15 +228,15 @@ def run_parallel(work: Callable[[T], R], items: Sequence[T], workers: int, progr
 
 
 def require_free_space(folder: Path, needed_bytes: int, what: str) -> None:
-    """Refuse to start what cannot end.
+    """Raise before the start if the disk is too small.
 
     Args:
-        folder: Where the bytes will go; it exists.
-        needed_bytes: How many are still to be written.
-        what: Named in the message: "the rest of zai-org/GLM-5".
+        folder: Destination folder; it exists.
+        needed_bytes: Bytes that remain to be written.
+        what: Name for the message: "the rest of zai-org/GLM-5".
 
     Raises:
-        OSError: As from a full disk, with the bytes that are needed in a note.
+        OSError: Like the error of a full disk, with the required bytes in a note.
     """
     if needed_bytes > shutil.disk_usage(folder).free or (needed_bytes and lacks_inodes(folder)):
         with naming(folder, needed_bytes=needed_bytes):
@@ -246,7 +244,7 @@ def require_free_space(folder: Path, needed_bytes: int, what: str) -> None:
 
 
 def remove_half_written(folder: Path) -> None:
-    """Delete what killed processes of ours left under temporary names anywhere below `folder`."""
+    """Delete temporary files of killed processes in `folder` and its subfolders."""
     remove_dead_temporaries(folder.rglob(".*.tmp"))
 
 

@@ -1,14 +1,14 @@
-"""Checkpoints on a node's own disk: copied once, verified while they are copied, checked quickly ever after.
+"""Checkpoints on a node's local disk: copied and verified once, then checked quickly.
 
-Reading terabytes from shared storage at every start is what makes large jobs start slowly. `stage` copies
-what the receipts list, file by file, each under its name only when its bytes are known to be right; what is
-there and right stays, what is wrong or missing is repaired, what somebody else put there is left alone.
+Reading terabytes from shared storage at every start makes large jobs start slowly. `stage` copies the files in the
+receipts, each under its name only after its bytes are verified; it keeps correct files, repairs wrong or missing ones,
+and ignores other users' files.
 
-A file that nobody on this node reads may stay behind (`StagedSource.local`): a link to the shared file takes its place,
-so that the folder is whole for whoever opens it.
+A file that no process on this node reads may be left out (`StagedSource.local`): a link to the shared file replaces it,
+so that the folder is complete.
 
-Where the record of an earlier staging still fits, files are not read again (`staging_record`). Before the weights are
-loaded they are: `read_again`.
+Files that match the record of an earlier staging are not read again (`staging_record`). Before the weights are loaded,
+`read_again` reads them.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StagedSource:
-    """What is to be copied.
+    """A folder to copy.
 
     Args:
-        folder: Where it lies.
-        receipt: What it holds.
-        local: Names of the files that are copied, by default all; the others become links.
+        folder: Source folder.
+        receipt: Receipt of its content.
+        local: Names of the files to copy, by default all; the others become links.
     """
 
     folder: Path
@@ -62,7 +62,7 @@ class StagedSource:
 
     @property
     def local_receipt(self) -> Receipt:
-        """The receipt without the files that stay behind."""
+        """The receipt restricted to the copied files."""
         if self.local is None:
             return self.receipt
         return dataclasses.replace(self.receipt, files=tuple(r for r in self.receipt.files if r.path in self.local))
@@ -70,12 +70,12 @@ class StagedSource:
 
 @dataclass(frozen=True)
 class CopyTask:
-    """One file to look at, and to copy where it is not right.
+    """One file to check, and to copy if it is wrong.
 
     Args:
-        source: Where it lies.
-        target: Where the copy goes.
-        record: What it must be.
+        source: Source file.
+        target: Destination of the copy.
+        record: Expected size and hash.
     """
 
     source: Path
@@ -84,16 +84,16 @@ class CopyTask:
 
     @property
     def path(self) -> str:
-        """The copy: two origins may have files of one name."""
+        """Path of the copy, because two origins may contain the same name."""
         return str(self.target)
 
     @property
     def size_bytes(self) -> int:
-        """Its length."""
+        """Size of the file."""
         return self.record.size_bytes
 
 
-# Copies tasks: (those to copy, those that lie here already and are right), see `broadcast.Broadcast.fetch`.
+# Copies tasks: (files to copy, correct local files); see `broadcast.Broadcast.fetch`.
 Fetch = Callable[[Sequence[CopyTask], Sequence[CopyTask]], None]
 
 
@@ -106,24 +106,24 @@ def stage(
     fetch: Fetch | None = None,
     believe: bool = True,
 ) -> list[StagedCopy]:
-    """Make `destination` hold a verified copy of every origin, each in a folder of its own name.
+    """Make `destination` hold a verified copy of every origin, each in a folder with the origin's name.
 
     Args:
         origins: What to copy.
-        destination: Folder on the node's own disk.
-        workers: Files handled at a time.
-        reread: Read every written file once more from the disk and compare.
-        eviction: What may be deleted to make room; by default nothing.
-        fetch: Brings the files here in another way than reading each from its origin.
-        believe: Do not read what a staging record vouches for.
+        destination: Folder on the node's local disk.
+        workers: Number of files processed at a time.
+        reread: Read every written file from the disk again and compare.
+        eviction: Rule for deleting old copies; by default none is deleted.
+        fetch: Copies the files by other means than reading each from its origin.
+        believe: Trust the staging record instead of reading its files.
 
     Returns:
         One record per origin.
 
     Raises:
-        CheckpointError: An origin's file is not what its receipt says, or a copy is not after `reread`; or the
-            destination is another user's.
-        OSError: No space on the disk; said before the first byte where it can be known.
+        CheckpointError: An origin's file does not match its receipt, a copy is wrong after `reread`, or the destination
+            belongs to another user.
+        OSError: The disk is full; raised before the first byte if it can be predicted.
     """
     destination.mkdir(parents=True, exist_ok=True)
     _refuse_foreign(destination)
@@ -156,15 +156,15 @@ def stage(
 def read_again(origins: Sequence[StagedSource], workers: int = 8) -> list[str]:
     """Read every local file of `origins` and compare its hash, right before it is loaded.
 
-    A staging record vouches for names, sizes and times; a disk may still give back other bytes. What is read here stays
-    in the page cache as far as memory allows, so that loading does not read the disk a second time.
+    A staging record covers names, sizes and times; a disk may still return other bytes. The bytes stay in the page
+    cache as far as memory allows, so that loading does not read the disk again.
 
     Args:
-        origins: Each with the folder that is about to be loaded.
-        workers: Files read at a time.
+        origins: Sources with the folders to load.
+        workers: Number of files read at a time.
 
     Returns:
-        One line per file that is missing or wrong; empty when all is well.
+        One line per file that is missing or wrong; empty if all are correct.
     """
     checks = [
         (origin.folder, dataclasses.replace(origin.receipt, files=(record,)))
@@ -182,10 +182,10 @@ def read_again(origins: Sequence[StagedSource], workers: int = 8) -> list[str]:
 
 
 def require_content(folder: Path, receipt_path: Path, workers: int = 8) -> Receipt:
-    """Return the receipt of a checkpoint that is about to be loaded, after reading all of it.
+    """Return the receipt of a checkpoint to load, after reading the whole checkpoint.
 
     Raises:
-        CheckpointError: Listing every file that is not as the receipt says.
+        CheckpointError: Files differ from the receipt; lists them.
     """
     receipt = require_files(folder, receipt_path)
     refuse_files(folder, receipt_path, read_again([StagedSource(folder, receipt)], workers))
@@ -194,7 +194,7 @@ def require_content(folder: Path, receipt_path: Path, workers: int = 8) -> Recei
 
 @contextlib.contextmanager
 def _reading(label: str, total_bytes: int) -> Iterator[TransferProgress]:
-    """Show the progress of a reading, and at its end how fast it was."""
+    """Show the progress of a read, and log its rate at the end."""
     started = time.monotonic()
     with ProgressBar(label, total_bytes) as bar:
         yield TransferProgress(bar)
@@ -203,7 +203,7 @@ def _reading(label: str, total_bytes: int) -> Iterator[TransferProgress]:
 
 
 def _refuse_foreign(destination: Path) -> None:
-    """Refuse a folder whose owner could put other bytes there after we have looked: below the root, all is ours."""
+    """Reject a folder whose owner could replace the bytes after the check; below the root, all folders are ours."""
     for folder in (destination, *destination.absolute().parents[:2]):
         owner = folder.stat().st_uid
         if owner not in (os.geteuid(), 0):
@@ -228,7 +228,7 @@ def _tasks_of(origin: StagedSource, destination: Path) -> list[CopyTask]:
 
 
 def _find_wrong(tasks: Sequence[CopyTask], destination: Path, workers: int, believe: bool) -> list[CopyTask]:
-    """Return the files to copy: absent, of another size, or of other content."""
+    """Return the files to copy: missing, or with another size or content."""
     folders = {_folder_of(task) for task in tasks} if believe else set()
     known = {path: content for folder in folders for path, content in vouched_files(folder).items()}
     right = {task.path for task in tasks if known.get(task.target) == task.record.xxh3_128}
@@ -245,7 +245,7 @@ class Copier:
     """Copies files from their origins; see `fill_folder.Maker`.
 
     Args:
-        reread: Read every copy once more from the disk and compare.
+        reread: Read every copy from the disk again and compare.
     """
 
     def __init__(self, reread: bool = False):
@@ -257,14 +257,14 @@ class Copier:
         return (task, "") if is_right else (None, "not what the receipt says")
 
     def missing_bytes(self, task: CopyTask, folder: Path) -> int:
-        """Count the whole file."""
+        """Return the whole size."""
         return task.size_bytes
 
     def make(self, task: CopyTask, folder: Path, progress: TransferProgress) -> CopyTask:
-        """Copy one file from its origin, durably and only if it is what its receipt says.
+        """Copy one file durably from its origin, and verify it against its receipt.
 
         Raises:
-            CheckpointError: It is not, or its copy is not when it is read back.
+            CheckpointError: The file does not match, or its copy does not on read-back.
         """
 
         def check(found: str) -> None:
@@ -281,11 +281,11 @@ class Copier:
         return task
 
 
-# ---- what stays behind, and what is recorded ----
+# ---- links and records ----
 
 
 def _link_others(origin: StagedSource, destination: Path) -> None:
-    """Put links to the origin's files where nothing lies; what lies there was copied for another share, and stays."""
+    """Link to the origin's other files; existing files, copied for another share, are kept."""
     if origin.local is None:
         return
     folder, source = destination / origin.folder.name, origin.folder.absolute()
@@ -326,7 +326,7 @@ def _describe_file(
 ) -> CopiedFile:
     was_ours = record.path in before and before[record.path].is_ours
     if path in copied and not is_done:
-        # Whatever appears where nothing was is ours, also when this staging is killed.
+        # A file that appears under a free name is ours, even if this staging is killed.
         mtime_ns, is_ours = 0, was_ours or path.is_symlink() or not path.exists()
     else:
         mtime_ns, is_ours = path.stat().st_mtime_ns, was_ours or path in copied

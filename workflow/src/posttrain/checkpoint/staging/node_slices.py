@@ -1,8 +1,8 @@
-"""Which files of a checkpoint a node's own ranks and engines read; the others need not be copied to it.
+"""The files of a checkpoint that a node's own ranks and engines read; the others need not be copied to it.
 
-A file is needed when it holds a chunk of a tensor that a rank on the node loads. Whole files are taken, so a node gets
-some tensors beside its own: the plan says how much that may be. A mistake here would cost time, never bytes: the files
-that are not copied are links to the shared ones.
+A file is needed if it holds a chunk of a tensor that a rank on the node loads. Whole files are copied, so a node gets
+some other tensors too; the plan shows how much. An error here costs time, never correctness: files that are not copied
+are links to the shared ones.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(mlp\.experts\.)?")
 
 
 def torch_dist_files(folder: Path, receipt: Receipt, share: NodeShare) -> frozenset[str]:
-    """Return the files of a `torch_dist` folder that the node's trainer ranks read, those without tensors included."""
+    """Return the files of a `torch_dist` folder that the node's trainer ranks read, including those without tensors."""
     chunks = TorchDistReader(folder).chunks_by_file()
     return frozenset(
         record.path
@@ -32,9 +32,9 @@ def is_needed(key: str, box: Chunk, share: NodeShare) -> bool:
     """Return whether a rank of the node loads from a chunk.
 
     Args:
-        key: Megatron's name of the tensor.
+        key: Megatron's tensor name.
         box: First indices and extents of the chunk; the first dimension of `experts` is the expert.
-        share: What the node holds.
+        share: The node's share.
     """
     if layer := _LAYER.match(key):
         held = share.experts_of_layer.get(int(layer[1]))

@@ -1,9 +1,9 @@
-"""The weights that ranks and engines of one node load: which files, from where, and how sure they are.
+"""The weights that ranks and engines of one node load: files, sources and verification.
 
-A node's own copy is staged before training starts and repaired when it is found wrong; with `stage.copy=nothing` the
-shared files themselves are loaded. Either way every byte is read and compared with its hash once before ranks and
-engines start from it, several files at a time: a staging record only speaks of sizes and times, Megatron's loader does
-not look at checksums, and safetensors has none. Loading then finds the bytes in the page cache, as far as they fit.
+A node's own copy is staged before training starts and repaired if it is wrong; with `stage.copy=nothing` the shared
+files are loaded directly. Either way every byte is read and compared with its hash once before ranks and engines start,
+several files at a time: a staging record covers only sizes and times, Megatron's loader ignores checksums, and
+safetensors has none. Loading then reads from the page cache, as far as the bytes fit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from posttrain.store import Receipt
 
 
 def rollout_files(receipt: Receipt, share: NodeShare) -> frozenset[str]:
-    """Return the files of the engines' checkpoint that the node reads: every shard, where an engine loads it.
+    """Return the files of the engines' checkpoint that the node reads: all shards if an engine loads on it.
 
     SGLang's loader reads all shards in each process and keeps its part of each tensor.
     """
@@ -42,12 +42,12 @@ class NodeWeights:
 
     Args:
         config: The resolved configuration.
-        rank: The node's number in the job, from 0.
-        name: Its name.
-        torch_dist: What trainer ranks load first.
-        rollout: What engines load first.
-        destination: Folder on the node's own disk for this model revision, two levels below that of all models.
-        peers: Folder on shared storage where nodes that copy the same meet.
+        rank: Index of the node in the job, from 0.
+        name: Node name.
+        torch_dist: Checkpoint that trainer ranks load first.
+        rollout: Checkpoint that engines load first.
+        destination: Folder on the node's local disk for this model revision, two levels below that of all models.
+        peers: Folder on shared storage where nodes that copy the same files meet.
     """
 
     config: Config
@@ -63,7 +63,7 @@ class NodeWeights:
         return origin.folder if self._is_shared else self.destination / origin.folder.name
 
     def stage(self) -> list[StagedCopy]:
-        """Copy what this node needs; a copy that its staging record vouches for is not read.
+        """Copy the files that this node needs; trusts the staging records of existing copies.
 
         Raises:
             CheckpointError: See `node_local.stage`.
@@ -72,10 +72,10 @@ class NodeWeights:
         return self._stage(self._chosen, believe=True)
 
     def prepare(self) -> None:
-        """Read what is about to be loaded, repair what is wrong, copy what is missing.
+        """Verify the files to load, repair wrong ones, and copy missing ones.
 
         Raises:
-            CheckpointError: A shared file is wrong, listing all that are; or see `node_local.stage`.
+            CheckpointError: Shared files are wrong (lists them), or see `node_local.stage`.
             RuntimeError: See `node_local.stage`.
         """
         if not self._is_shared:
@@ -85,7 +85,7 @@ class NodeWeights:
             raise CheckpointError(f"not what the receipts say; `snakemake verify` tells more:\n  {listed}")
 
     def in_use(self) -> AbstractContextManager[None]:
-        """Keep the copies from being evicted while the block runs."""
+        """Protect the copies from eviction during the block."""
         if self._is_shared:
             return contextlib.nullcontext()
         return in_use([self.folder_of(origin) for origin in (self.torch_dist, self.rollout)])
@@ -110,7 +110,7 @@ class NodeWeights:
             return frozenset()
         if self.config.stage.copy != "slices":
             return None
-        # Only who copies slices needs torch, which takes seconds to import.
+        # Only copying slices needs torch, which takes seconds to import.
         from posttrain.checkpoint.staging.node_slices import torch_dist_files
 
         return torch_dist_files(self.torch_dist.folder, self.torch_dist.receipt, share)
@@ -128,7 +128,7 @@ class NodeWeights:
         )
 
     def _broadcast(self) -> Fetch:
-        # Only who broadcasts needs libtorrent.
+        # Only broadcasting needs libtorrent.
         from posttrain.checkpoint.staging.broadcast import Broadcast
 
         site = self.config.site

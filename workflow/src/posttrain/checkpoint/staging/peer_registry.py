@@ -1,11 +1,11 @@
-"""How nodes that copy the same files find one another: a folder on shared storage.
+"""Discovery of nodes that copy the same files, through a folder on shared storage.
 
-    {node}.json         where a node listens, which files it has, reads and fetches; its time is its heartbeat
-    {content}.claim     the node that reads a file from its origin; advice only, a second reader would do no harm
+    {node}.json         address of a node, its complete, claimed and incomplete files; its mtime is its heartbeat
+    {content}.claim     the node that reads a file from its origin; advisory, a second reader would do no harm
     {content}.torrent   hashes of the file's pieces
 
-Files are named after their content. Nothing here is worth a sync: what is lost is said again. Shared storage is busy
-while files are copied from it, so each look costs one listing, and a record is read only when it has changed.
+Files are named after their content. Nothing is synced, because lost files are written again. Shared storage is busy
+during the copy, so each refresh costs one listing, and a record is read only after it has changed.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from pathlib import Path
 
 from posttrain.store.plain_json import read_json
 
-# Often enough to be seen several times before a node counts as dead, seldom enough for storage that is busy.
+# Several heartbeats fit into the timeout of a dead node, and the load on busy storage stays low.
 HEARTBEAT_SECONDS = 10.0
-# Some file systems tell times in whole seconds: what is younger may have changed again without showing it.
+# Some file systems have timestamps of whole seconds: a younger file may change again with the same timestamp.
 FRESH_SECONDS = 3.0
-# Records read at a time: each takes several round trips to storage that is busy.
+# Records read at a time: each takes several round trips to busy storage.
 NUM_READERS = 16
-# A node that has not shown itself for this long is dead: its claims are free, and nobody waits for it. Shared file
-# systems show changes of others up to a minute late.
+# A node without a heartbeat for this long is dead: its claims are free, and no node waits for it. Shared file
+# systems may show other nodes' changes a minute late.
 DEAD_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A node that copies now, as it describes itself.
+    """A node that is copying now, from its own record.
 
     Args:
-        addresses: Where it listens, on each of its networks.
-        port: At this port.
-        has: Files that it has.
+        addresses: Its address in each of its networks.
+        port: Its port.
+        has: Complete files.
         reads: Files that it reads from their origins.
-        fetches: Files that it has parts of.
-        is_done: It needs no more and waits for the others.
+        fetches: Incomplete files.
+        is_done: Whether it has all files and waits for the others.
     """
 
     addresses: Sequence[str]
@@ -54,11 +54,11 @@ class Peer:
 
 
 class PeerRegistry:
-    """One node's view of the folder, as of the last `refresh`.
+    """One node's view of the folder at the last `refresh`.
 
     Args:
-        folder: The same for all nodes that copy the same.
-        node: Name of this node.
+        folder: Folder, equal on all nodes that copy the same files.
+        node: This node's name.
     """
 
     def __init__(self, folder: Path, node: str):
@@ -72,7 +72,7 @@ class PeerRegistry:
         self._said_at = 0.0
 
     def refresh(self) -> None:
-        """See what has changed."""
+        """Update the view from the folder."""
         with os.scandir(self._folder) as entries:
             found = {entry.name: status for entry in entries if (status := _status(entry))}
         self._times = {name: status.st_mtime for name, status in found.items()}
@@ -89,26 +89,26 @@ class PeerRegistry:
         return is_fresh or name not in self._records or self._records[name][0] != status.st_mtime_ns
 
     def _read(self, name: str) -> Peer | None:
-        # Gone, half written, or stale, as shared file systems may say while it is replaced: the next look tells.
+        # During a replacement, shared file systems may return no, half or old content: the next refresh retries.
         with contextlib.suppress(OSError, ValueError):
             return Peer(**read_json(self._folder / name))
         return None
 
     @property
     def peers(self) -> list[Peer]:
-        """The other nodes that are alive."""
+        """The other live nodes."""
         return [peer for _, (_, peer) in sorted(self._records.items())]
 
     def torrent(self, content: str) -> Path:
-        """Return where a file's torrent lies."""
+        """Return the path of a file's torrent."""
         return self._folder / f"{content}.torrent"
 
     def has_torrent(self, content: str) -> bool:
-        """Return whether somebody has made it."""
+        """Return whether the file's torrent exists."""
         return f"{content}.torrent" in self._times
 
     def being_read(self) -> set[str]:
-        """Return the files that others read from their origins now, or have claimed a moment ago."""
+        """Return the files that other nodes read from their origins now, or have just claimed."""
         oldest = time.time() - HEARTBEAT_SECONDS
         recent = {name for name, seen in self._times.items() if name.endswith(".claim") and seen > oldest}
         said = {content for peer in self.peers for content in peer.reads}
@@ -116,9 +116,9 @@ class PeerRegistry:
         return ({name.removesuffix(".claim") for name in recent} | said) - here
 
     def claim(self, content: str) -> bool:
-        """Take it upon this node to read a file; False where somebody alive has done so.
+        """Claim a file for this node to read; False if another live node has claimed it.
 
-        A claim stays when its file is here: others may not know yet that it is.
+        A claim stays after its file is complete, because others may not have seen that yet.
         """
         name = f"{content}.claim"
         path = self._folder / name
@@ -132,7 +132,7 @@ class PeerRegistry:
             with open(path, "x", encoding="utf-8") as file:
                 file.write(self._node)
         except OSError:
-            # Somebody was faster. Not every file system says it as FileExistsError: SFTP knows only "failure".
+            # Another node was faster. Not every file system raises FileExistsError: SFTP returns a generic failure.
             if not path.exists():
                 raise
             return False
@@ -141,7 +141,7 @@ class PeerRegistry:
         return True
 
     def say(self, state: Peer) -> None:
-        """Tell the others about this node, when there is news or it is time to be heard."""
+        """Publish this node's record if it has changed or a heartbeat is due."""
         path = self._folder / f"{self._node}.json"
         if state != self._said:
             path.write_text(json.dumps(asdict(state)), encoding="utf-8")
@@ -152,7 +152,7 @@ class PeerRegistry:
         self._said, self._said_at = state, time.monotonic()
 
     def leave(self) -> None:
-        """Tell the others that this node is gone."""
+        """Remove this node's record and claims."""
         self._pool.shutdown()
         for name in (f"{self._node}.json", *(f"{content}.claim" for content in self._claimed)):
             (self._folder / name).unlink(missing_ok=True)

@@ -1,9 +1,8 @@
-"""What a node's disk is known to hold: a record beside each copy, and one per run of what its nodes hold.
+"""Records of the files on a node's disk: one next to each copy, and one per run and node.
 
-The staging record of a copy, `{folder}.testimony.json` on the node's own disk, lists the files with their sizes, their
-modification times and the start of the machine in which their content was verified. While all of these agree, a file is
-believed to be right without being read. It also says which files we wrote and when the copy was last used: that is what
-`eviction` goes by.
+The staging record of a copy, `{folder}.testimony.json` on the node's local disk, lists the files with their sizes,
+modification times and the boot id of the machine when their content was verified. While all of these match, a file is
+trusted without being read. The record also lists the files that we wrote and the time of last use, for `eviction`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from posttrain.errors import CheckpointError
 from posttrain.store import RelativeName, read_json, write_json
 from posttrain.store.processes import BOOT_ID
 
-# As it was called first: copies that older versions made are found by it.
+# The original suffix, kept so that copies of older versions are found.
 SUFFIX = ".testimony.json"
 
 
@@ -28,11 +27,11 @@ class CopiedFile:
     """One file of a copy.
 
     Args:
-        path: Inside the copy's folder; whatever text is given is checked.
-        size_bytes: Its length.
+        path: Relative to the copy's folder; validated on construction.
+        size_bytes: File size.
         xxh3_128: Hash of its content.
-        mtime_ns: Its modification time when its content was verified; 0 while it is being copied.
-        is_ours: We wrote it, so we may delete it.
+        mtime_ns: Its modification time when the content was verified; 0 while it is being copied.
+        is_ours: Whether we wrote it and may delete it.
     """
 
     path: RelativeName
@@ -47,16 +46,16 @@ class CopiedFile:
 
 @dataclass(frozen=True)
 class StagedCopy:
-    """What a node holds of one origin.
+    """A node's copy of one origin.
 
     Args:
         source: The origin's folder.
-        folder: The copy's folder; the same where the origin lies on the node already.
-        receipt_digest: Of the origin's receipt.
-        files: Every file that lies here, with what vouches for it.
-        links: Names of files that are links to the origin's, because nobody here needs them.
-        bytes_copied: Written by this staging.
-        bytes_kept: Found there and right.
+        folder: The copy's folder; equal to `source` if the origin is on the node already.
+        receipt_digest: Digest of the origin's receipt.
+        files: Every file in the copy, with its verification data.
+        links: Names of links to the origin's files, which this node does not need.
+        bytes_copied: Bytes written by this staging.
+        bytes_kept: Bytes that were present and correct.
     """
 
     source: str
@@ -69,21 +68,21 @@ class StagedCopy:
 
 
 def staging_record_of(folder: Path) -> Path:
-    """Return the staging record that stands beside a copy."""
+    """Return the path of a copy's staging record, next to the copy."""
     return folder.with_name(folder.name + SUFFIX)
 
 
 def write_staging_record(copy: StagedCopy) -> None:
-    """Write what a copy holds, as of now, beside it."""
+    """Write the staging record of a copy, with the current time."""
     row = {"boot_id": read_boot_id(), "used_unix": time.time(), **dataclasses.asdict(copy)}
     write_json(staging_record_of(Path(copy.folder)), row)
 
 
 def read_staging_record(path: Path) -> dict[str, Any]:
-    """Read what `write_staging_record` wrote.
+    """Read a file written by `write_staging_record`.
 
     Raises:
-        CheckpointError: When it is missing or not a staging record.
+        CheckpointError: It is missing or invalid.
     """
     try:
         row = read_json(path)
@@ -98,13 +97,13 @@ def read_staging_record(path: Path) -> dict[str, Any]:
 
 
 def known_files(folder: Path) -> dict[str, CopiedFile]:
-    """Return path -> file of the copy's staging record; empty where there is none."""
+    """Return path -> file from the copy's staging record; empty without a record."""
     path = staging_record_of(folder)
     return {file.path: file for file in read_staging_record(path)["files"]} if path.exists() else {}
 
 
 def vouched_files(folder: Path) -> dict[Path, str]:
-    """Return the files whose hash is known without reading: same start of the machine, same size, same time."""
+    """Return the files whose hash is known without reading: same boot id, size and modification time."""
     path = staging_record_of(folder)
     if not path.exists() or (row := read_staging_record(path))["boot_id"] != read_boot_id():
         return {}
@@ -112,7 +111,7 @@ def vouched_files(folder: Path) -> dict[Path, str]:
 
 
 def is_as_left(path: Path, file: CopiedFile) -> bool:
-    """Return whether nobody has touched a file since its content was verified."""
+    """Return whether a file is unchanged since its content was verified."""
     if not path.is_file() or path.is_symlink():
         return False
     status = path.stat()
@@ -120,13 +119,13 @@ def is_as_left(path: Path, file: CopiedFile) -> bool:
 
 
 def write_node_record(path: Path, node: str, destination: Path, copies: Collection[StagedCopy]) -> None:
-    """Write a run's record of what a node holds.
+    """Write a run's record of a node's copies.
 
     Args:
         path: The file; its existence means that staging to the node is done.
         node: Name of the node.
         destination: The folder of the copies.
-        copies: What `node_local.stage` returned.
+        copies: Result of `node_local.stage`.
     """
     row = {
         "node": node,
@@ -140,5 +139,5 @@ def write_node_record(path: Path, node: str, destination: Path, copies: Collecti
 
 
 def read_boot_id() -> str:
-    """Return the id of this start of the machine."""
+    """Return the machine's boot id."""
     return BOOT_ID.read_text(encoding="ascii").strip()

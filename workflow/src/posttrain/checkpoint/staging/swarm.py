@@ -1,7 +1,7 @@
-"""BitTorrent among nodes that trust each other: the only door to libtorrent.
+"""BitTorrent among nodes that trust each other; the only module that imports libtorrent.
 
-One torrent per file, named after its content; no tracker, no distributed hash table, no discovery: the caller
-names the peers. Files lie in one folder under the hashes of their content.
+Each file has one torrent, named after its content. There is no tracker, distributed hash table or discovery: the
+caller provides the peers. Files are in one folder, named by the hashes of their content.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ import psutil
 from posttrain.errors import CheckpointError
 from posttrain.store import write_atomic
 
-# Pieces are fetched from different peers: enough of them in a file, and few enough in a large one.
+# Pieces come from different peers: a small file needs several, a large one not too many.
 PIECES_PER_FILE, MIN_PIECE_BYTES, MAX_PIECE_BYTES = 256, 1 << 16, 1 << 23
-# Peers of one file: enough for every node to be reached from every other in a few steps.
+# Peers per file: with this many, a few hops connect any two nodes.
 MAX_CONNECTIONS = 16
-# libtorrent's number for "no encryption".
+# libtorrent's constant for "no encryption".
 _PLAIN_PROTOCOL = 2
 SETTINGS: dict[str, Any] = {
     "enable_dht": False,
     "enable_lsd": False,
     "enable_upnp": False,
     "enable_natpmp": False,
-    # The network is the cluster's own: TCP without disguise, everybody is served at once, retries are quick.
+    # The cluster's own network needs plain TCP, service for every peer at once, and quick retries.
     "enable_incoming_utp": False,
     "enable_outgoing_utp": False,
     "out_enc_policy": _PLAIN_PROTOCOL,
@@ -50,8 +50,8 @@ class Swarm:
     """This node's BitTorrent session; a context manager.
 
     Args:
-        folder: Where the files lie, each under the hash of its content.
-        interface: The network of the other nodes; empty: all networks of this machine.
+        folder: Folder of the files, each named by the hash of its content.
+        interface: Network interface of the nodes; empty means all networks.
     """
 
     def __init__(self, folder: Path, interface: str = ""):
@@ -63,7 +63,7 @@ class Swarm:
         self._flushed: set[str] = set()
 
     def __enter__(self) -> Swarm:
-        # With port 0 it would listen at another one on each network.
+        # With port 0, libtorrent would choose a different port on each network.
         port = _free_port()
         places = ",".join(f"{address}:{port}" for address in self.addresses)
         self._session = libtorrent.session({**SETTINGS, "listen_interfaces": places})  # type: ignore[call-overload]
@@ -72,7 +72,7 @@ class Swarm:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Its destructor waits for the disk.
+        # The destructor waits for the disk.
         self._handles.clear()
         del self._session
 
@@ -83,10 +83,10 @@ class Swarm:
 
     @property
     def addresses(self) -> list[str]:
-        """This machine's addresses that others can reach; loopback only where there is nothing else.
+        """This machine's addresses that others can reach; loopback only without any other.
 
         Raises:
-            RuntimeError: The interface has none.
+            RuntimeError: The interface has no IPv4 address.
         """
         known = psutil.net_if_addrs()
         rows = known.get(self._interface, []) if self._interface else itertools.chain(*known.values())
@@ -96,7 +96,7 @@ class Swarm:
         return [address for address in found if not address.startswith("127.")] or found
 
     def path(self, content: str) -> Path:
-        """Return where a file lies."""
+        """Return the path of a file."""
         return self._folder / content
 
     def make_torrent(self, content: str, file: Path, torrent: Path) -> None:
@@ -110,20 +110,20 @@ class Swarm:
         write_atomic(torrent, lambda file: file.write(encoded))
 
     def seed(self, content: str, file: Path, torrent: Path) -> None:
-        """Give a file, whose bytes are right, to whoever asks."""
+        """Serve a correct file to the peers."""
         if content not in self._handles:
             self._link(content, file)
             self._add(content, torrent, libtorrent.torrent_flags.seed_mode)
 
     def download(self, content: str, torrent: Path) -> None:
-        """Fetch a file, or the rest of it."""
-        # A link to a copy that was here before must not be written through.
+        """Fetch a file or its remainder."""
+        # Never write through a link to an existing copy.
         if self.path(content).exists() and self.path(content).stat().st_nlink > 1:
             self.path(content).unlink()
         self._add(content, torrent, 0)
 
     def connect(self, content: str, peers: Sequence[tuple[str, int]]) -> None:
-        """Fetch a file from these peers too, as long as there are few."""
+        """Add peers to a download, up to a limit."""
         known = self._connected[content]
         for peer in peers:
             if peer not in known and len(known) < MAX_CONNECTIONS:
@@ -131,10 +131,10 @@ class Swarm:
                 known.add(peer)
 
     def has_progressed(self, content: str) -> bool:
-        """Return whether more of a download is here than at the last call.
+        """Return whether a download has more bytes than at the last call.
 
         Raises:
-            OSError: It cannot be written.
+            OSError: The file cannot be written.
         """
         status = self._handles[content].status()
         if status.errc.value():
@@ -143,8 +143,8 @@ class Swarm:
         return status.total_done > before
 
     def is_complete(self, content: str) -> bool:
-        """Return whether all pieces of a download are here and written; asked again until they are."""
-        # libtorrent counts a piece when its hash is right, which may be before its bytes are in the file.
+        """Return whether all pieces of a download are complete and flushed; poll until True."""
+        # libtorrent counts a verified piece possibly before its bytes are in the file.
         if content not in self._flushing and self._handles[content].status().is_seeding:
             self._handles[content].flush_cache()
             self._flushing.add(content)
@@ -154,7 +154,7 @@ class Swarm:
         return content in self._flushing & self._flushed
 
     def drop(self, content: str) -> None:
-        """End a download; what is here of it stays for the next."""
+        """Cancel a download; its pieces are kept for the next one."""
         self._flushing.discard(content)
         self._flushed.discard(content)
         self._session.remove_torrent(self._handles.pop(content))

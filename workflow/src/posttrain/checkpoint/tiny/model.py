@@ -5,10 +5,10 @@
 
 The weights are random, then warmed up on the task (`tiny_warm_up.py`), then rounded to BF16; the router's bias stays
 FP32, as in GLM-5. Names are the Hub's: one tensor per expert. The MTP layer (layer index `num_hidden_layers`) is
-random: nothing in the chain computes with it, everything has to carry it through unchanged. Qwen3 has none.
+random: no step computes with it, and every step must preserve it. Qwen3 has none.
 
-Everything is drawn from one seed and computed by deterministic kernels: the same machine type and thread count give
-the same bytes. A kill leaves no folder or a `.partial` one; the next attempt makes all of it again, in seconds.
+All values come from one seed and deterministic kernels: the same machine type and thread count give the same bytes. A
+kill leaves no folder or a `.partial` one; the next attempt starts over, in seconds.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from posttrain.store import building, write_json
 
 log = logging.getLogger(__name__)
 
-# More than one, so that the demo passes through index and split as a large model does.
+# Several, so that the demo covers the index and the split of a large model.
 MIN_SHARDS = 3
-# Wider than large models' 0.02: the rows of these matrices are short.
+# Larger than large models' 0.02, because the rows of these matrices are short.
 INITIALIZER_RANGE = 0.05
-# Not zero, so that a bias that gets lost on the way changes the routing.
+# Not zero, so that losing the bias changes the routing.
 ROUTER_BIAS_RANGE = 0.02
-# Below, there is too little reward to learn from in few steps; above, too little is left to learn.
+# A lower rate gives too little reward for a few steps of learning; a higher one leaves too little to learn.
 PASS_RATE_LIMITS = (0.12, 0.38)
-# 512 prompts give 2048 samples: a pass rate of 0.25 is then known to 0.01.
+# 512 prompts give 2048 samples, which determine a pass rate of 0.25 to 0.01.
 PASS_RATE_SAMPLES_PER_PROMPT = 4
 
 Row = Mapping[str, Any]
@@ -59,23 +59,23 @@ def make_tiny_model(
     seed: int,
     known: Vocabulary = DIGITS,
 ) -> float:
-    """Make the model and put it into `folder`.
+    """Make the model in `folder`.
 
     Args:
-        folder: Where it goes, complete or not at all.
-        architecture: Its dimensions; what `planner.made_model.check_made` allows.
-        train_rows: Prompts and labels of the warm-up: {"prompt": messages, "label": text}. Those of the commonest
-            lengths are taken: a batch has one.
-        heldout_rows: The same, for measuring the pass rate; the warm-up does not see them.
+        folder: Destination; created complete or not at all.
+        architecture: Dimensions, within the limits of `planner.made_model.check_made`.
+        train_rows: Prompts and labels of the warm-up: {"prompt": messages, "label": text}. A batch has one length, so
+            only the most frequent lengths are used.
+        heldout_rows: Rows of the same form for measuring the pass rate; not used in the warm-up.
         seed: Seed of weights and warm-up.
-        known: What its tokenizer has tokens for.
+        known: Vocabulary of the tokenizer.
 
     Returns:
-        The sampled pass rate on `heldout_rows`, at temperature 1, of the weights as saved.
+        The sampled pass rate on `heldout_rows`, at temperature 1, of the saved weights.
 
     Raises:
-        ConfigError: When the architecture is not one it can make.
-        RuntimeError: When the pass rate is not within `PASS_RATE_LIMITS`.
+        ConfigError: The architecture is not supported.
+        RuntimeError: The pass rate is outside `PASS_RATE_LIMITS`.
     """
     raise_if_any([*check_made(architecture), *_check_vocabulary(architecture, known)])
     tokenizer = make_tokenizer(architecture.max_position_embeddings, known)
@@ -94,7 +94,7 @@ def make_tiny_model(
 
 
 def config_json(architecture: Architecture, known: Vocabulary = DIGITS) -> dict[str, Any]:
-    """Return the content of `config.json`, with the keys of the family's own."""
+    """Return the content of `config.json`, with the family's own keys."""
     stops, dims = stop_token_ids(known), dimensions(architecture)
     rope = {"rope_theta": dims.pop("rope_theta"), "rope_type": "default"}
     content = {
@@ -130,12 +130,12 @@ def config_json(architecture: Architecture, known: Vocabulary = DIGITS) -> dict[
 
 @torch.no_grad()
 def measure_pass_rate(model: PreTrainedModel, examples: Examples, generator: torch.Generator) -> float:
-    """Sample answers at temperature 1 and return the share that is right, end token included.
+    """Sample answers at temperature 1, and return the share of correct ones, including the end token.
 
     Args:
-        model: Whose answers are sampled, with a key-value cache.
-        examples: Prompts and, as `ascending`, the right answers.
-        generator: Source of the draws.
+        model: Model to sample, with a key-value cache.
+        examples: Prompts and, in `ascending`, the correct answers.
+        generator: Random generator.
     """
     samples = PASS_RATE_SAMPLES_PER_PROMPT
     wanted = examples.ascending.repeat_interleave(samples, dim=0)
@@ -153,7 +153,7 @@ def measure_pass_rate(model: PreTrainedModel, examples: Examples, generator: tor
 
 @contextlib.contextmanager
 def _reproducible(seed: int) -> Iterator[None]:
-    """Seed torch and hold it to deterministic kernels inside the block; both are as before afterwards."""
+    """Seed torch and require deterministic kernels inside the block; restores both afterwards."""
     before = torch.are_deterministic_algorithms_enabled()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -165,7 +165,7 @@ def _reproducible(seed: int) -> Iterator[None]:
 
 
 def _initialize(config: Mapping[str, Any]) -> tuple[PreTrainedModel, nn.ModuleList]:
-    """Return the random model, and the decoder layers that will be its MTP layers."""
+    """Return the random model, and the decoder layers for its MTP layers."""
     num_layers, num_mtp = config["num_hidden_layers"], config.get("num_nextn_predict_layers", 0)
     model_class = getattr(importlib.import_module(modelling_module(config["model_type"])), config["architectures"][0])
     values = {**config, "num_hidden_layers": num_layers + num_mtp, "dtype": "float32"}
@@ -198,10 +198,10 @@ def _examples(tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row]) -> Exampl
 
 
 def _hub_tensors(module: nn.Module, prefix: str = "") -> dict[str, torch.Tensor]:
-    """Return a module's tensors under the Hub's names and in the precision they are saved in.
+    """Return a module's tensors under the Hub's names and in the saved precision.
 
-    transformers keeps all experts of a layer in one tensor; on the Hub each expert has its own three. A tied output
-    matrix is left out.
+    transformers stores all experts of a layer in one tensor; on the Hub each expert has three of its own. A tied output
+    matrix is omitted.
     """
     shared = {"lm_head.weight"} if getattr(getattr(module, "config", None), "tie_word_embeddings", False) else set()
     tensors: dict[str, torch.Tensor] = {}
@@ -222,7 +222,7 @@ def _hub_tensors(module: nn.Module, prefix: str = "") -> dict[str, torch.Tensor]
 
 
 def _mtp_tensors(layers: nn.ModuleList, first_index: int) -> dict[str, torch.Tensor]:
-    """Return the MTP layers: a decoder layer each, and what joins it to the embedding and the last hidden state."""
+    """Return the MTP layers: a decoder layer each, and the tensors that join it to embedding and last hidden state."""
     tensors: dict[str, torch.Tensor] = {}
     for index, layer in enumerate(layers, start=first_index):
         prefix = f"model.layers.{index}."
@@ -241,7 +241,7 @@ def _saved_precision(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def _round_to_saved(model: nn.Module) -> None:
-    """Give the model in memory the values that are saved."""
+    """Set the model in memory to the saved values."""
     for name, tensor in model.state_dict().items():
         tensor.copy_(_saved_precision(name, tensor))
 

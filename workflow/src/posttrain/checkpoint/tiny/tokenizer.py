@@ -1,9 +1,8 @@
 """The tokenizer and chat template of the tiny model: one token per character, GLM's control tokens, GLM's template.
 
-64 tokens in all. For a task whose prompts are long there are also tokens of what all of them have in common and of the
-words that many have, in the place of characters that it does not need. As in GLM-5 the control tokens come after the
-text, so that no id of theirs is 0, and a response ends with any of three tokens: the end of text, or the start of
-somebody else's turn.
+The vocabulary has 64 tokens. For a task with long prompts, it also has tokens for the text common to all prompts and
+for frequent words, instead of unused characters. As in GLM-5 the control tokens follow the text tokens, so that none
+has id 0, and a response ends with one of three tokens: the end of text, or the start of another role's turn.
 """
 
 from __future__ import annotations
@@ -36,17 +35,17 @@ CONTROL_TOKENS = (
 )
 STOP_TOKENS = (END_OF_TEXT, "<|user|>", "<|observation|>")
 NUM_TOKENS = len(CHARACTERS) + len(CONTROL_TOKENS)
-# A word that fewer prompts have is spelled.
+# A word in a smaller share of prompts is spelled.
 _COMMON_WORD_SHARE = 0.1
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What a made tokenizer has tokens for, besides those of control.
+    """Tokens of a generated tokenizer, besides the control tokens.
 
     Args:
-        characters: One token each.
-        pieces: Longer texts that are one token wherever they stand.
+        characters: Characters with one token each.
+        pieces: Longer texts with one token each, wherever they occur.
     """
 
     characters: tuple[str, ...] = CHARACTERS
@@ -54,7 +53,7 @@ class Vocabulary:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """All of them, in the order of their tokens."""
+        """All texts, in the order of their tokens."""
         return (*self.characters, *self.pieces)
 
 
@@ -65,12 +64,12 @@ def vocabulary_of(prompts: Sequence[str], answers: Sequence[str], num_tokens: in
     """Return the vocabulary of a task.
 
     Args:
-        prompts: Many of them, as they are asked.
-        answers: Theirs.
-        num_tokens: How many there are with those of control, if the task needs no more.
+        prompts: A large sample of the task's prompts.
+        answers: Their answers.
+        num_tokens: Size with the control tokens, unless the task needs more.
 
     Example:
-        Of "Add: 12 and 3!" and "Add: 5 and 60!": "Add: ", "!" and "and" are one token each.
+        For "Add: 12 and 3!" and "Add: 5 and 60!": "Add: ", "!" and "and" are one token each.
     """
     first = _beginning(prompts)
     middles = [prompt[len(first) :] for prompt in prompts]
@@ -87,7 +86,7 @@ def vocabulary_of(prompts: Sequence[str], answers: Sequence[str], num_tokens: in
 
 
 def _beginning(texts: Sequence[str]) -> str:
-    """Return what all of them begin with: what the first and the last in order have in common."""
+    """Return the longest common prefix, which is that of the first and the last text in sorted order."""
     least, most = min(texts), max(texts)
     length = next((place for place, one in enumerate(least) if most[place : place + 1] != one), len(least))
     return least[:length]
@@ -114,8 +113,8 @@ def make_tokenizer(max_length: int, known: Vocabulary = DIGITS) -> PreTrainedTok
     """Build the tokenizer.
 
     Args:
-        max_length: Longest sequence the model was made for.
-        known: What it has tokens for.
+        max_length: The model's maximum sequence length.
+        known: Vocabulary.
 
     Example:
         A system text of 16 characters and a user text of 4 become 28 tokens: [gMASK] <sop>, three role tokens with a
@@ -141,5 +140,5 @@ def make_tokenizer(max_length: int, known: Vocabulary = DIGITS) -> PreTrainedTok
 
 
 def stop_token_ids(known: Vocabulary = DIGITS) -> list[int]:
-    """Return the ids of the tokens that end a response, the end of text first."""
+    """Return the ids of the tokens that end a response, end of text first."""
     return [len(known.texts) + CONTROL_TOKENS.index(token) for token in STOP_TOKENS]

@@ -1,25 +1,25 @@
-"""Supervised warm-up of the tiny model: it learns what the task's answers look like, not which one is wanted.
+"""Supervised warm-up of the tiny model: it learns the form of the task's answers, but not which one is rewarded.
 
 Shape letters: B sequences, P prompt tokens, R response tokens, S = P + R, N heads, D head width.
 
-The instruction "sort the digits." does not name an order. In the warm-up 30 % of the answers ascend and the others
-descend, so the warmed-up model answers in both orders at about that rate, some wrongly, and a reward that accepts only
-ascending answers passes about a quarter of them. What reinforcement learning then has to do is honest and small: prefer
-one of two things that the model can do, and do it more reliably. For a task of reasoning-gym the
-other answer is the right one reversed, too: where a word is to be spelled backward, the word itself.
+The instruction "sort the digits." does not specify an order. In the warm-up 30 % of the answers ascend and the others
+descend, so the model answers in both orders at about that rate, some wrongly, and a reward that accepts only ascending
+answers passes about a quarter of them. Reinforcement learning then has a small but real task: prefer one of two things
+that the model can do, and do it more reliably. For a task of reasoning-gym the other answer is the reversed correct
+answer, too: if a word is to be spelled backward, the word itself.
 
 The DSA indexer gets no gradient from the language model's loss, because top-k is not differentiable. It is trained as
-DeepSeek-V3.2 trains its own: its scores, as a distribution over the keys, follow the attention weights of the layer
-(summed over heads and normalised) by a KL divergence. First with dense attention (top-k off), so that it sees the
-whole distribution, then with top-k on, over the selected keys only; there the other weights adapt to sparsity.
+in DeepSeek-V3.2: a KL divergence fits its scores, as a distribution over the keys, to the layer's attention weights
+(summed over heads and normalised). First with dense attention (top-k off), so that it sees the whole distribution, then
+with top-k on, over the selected keys only; in this phase the other weights adapt to sparsity.
 
     loss = cross entropy on the response + sum over layers of mean over queries of KL(attention || softmax(scores))
 
-A model without indexers (Qwen3) has the cross entropy alone.
+The loss of a model without indexers (Qwen3) is the cross entropy alone.
 
-Departures from the paper: one run for all weights with one learning rate, no frozen phase; queries before the
-first position at which prompts differ take no part, for they are the same in every sequence. The indexer's inputs are
-detached, as in the paper: its loss trains nothing but itself.
+Differences from the paper: one run for all weights with one learning rate, without a frozen phase; queries before the
+first position at which prompts differ are excluded, because they are equal in every sequence. The indexer's inputs are
+detached, as in the paper: its loss trains only the indexer.
 
 Source: DeepSeek-V3.2 technical report, section 2.1, equations 3 and 4; transformers `GlmMoeDsaIndexer` for the scores.
 """
@@ -43,12 +43,12 @@ from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import (
 
 from posttrain.report.progress import ProgressBar
 
-# What brings the share of right answers to `model.PASS_RATE_LIMITS`; made models are checked for it.
+# Yields a share of correct answers within `model.PASS_RATE_LIMITS`, which is checked for each model.
 NUM_STEPS = 420
 BATCH_SIZE = 24
-# See above: with a few wrong ones among them, about a quarter passes.
+# With a few wrong ones among them, about a quarter passes; see above.
 ASCENDING_SHARE = 0.3
-# Another task takes longer: letters of both cases are seen less often than digits.
+# Another task takes longer, because letters of both cases are rarer than digits.
 NUM_TASK_STEPS = 900
 DENSE_SHARE = 0.5  # of the steps; top-k is on in the rest
 PEAK_LEARNING_RATE = 3e-3
@@ -65,7 +65,7 @@ class Examples:
 
     Args:
         prompts: [num_prompts, P] int64.
-        ascending: [num_prompts, R] int64, the right answer and the end token; of digits it is in ascending order.
+        ascending: [num_prompts, R] int64, the correct answer (digits in ascending order) and the end token.
         descending: [num_prompts, R] int64, the other answer.
     """
 
@@ -87,7 +87,7 @@ class Examples:
 
 
 def backwards(answer: str) -> str:
-    """Return the other answer that the warm-up teaches: words in the reverse order, or of one word its characters.
+    """Return the other answer of the warm-up: the words in reverse order, or the characters of a single word.
 
     Example:
         "1134" -> "4311"; "['7.0', '12.0']" -> "['12.0', '7.0']".
@@ -98,13 +98,13 @@ def backwards(answer: str) -> str:
 
 
 def warm_up(model: PreTrainedModel, examples: Examples, generator: torch.Generator, is_task: bool = False) -> None:
-    """Train `model` in place; needs its eager attention, whose weights the indexer follows.
+    """Train `model` in place; it must use eager attention, because the indexer's loss needs the attention weights.
 
     Args:
-        model: In float32.
-        examples: What it learns from.
-        generator: Source of all draws.
-        is_task: The examples are of a task of reasoning-gym.
+        model: Model in float32.
+        examples: Training examples.
+        generator: Random generator.
+        is_task: Whether the examples are of a task of reasoning-gym.
     """
     num_steps = NUM_TASK_STEPS if is_task else NUM_STEPS
     optimizer = torch.optim.AdamW(model.parameters(), betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
@@ -135,12 +135,12 @@ def index_scores(
     rotary: tuple[torch.Tensor, torch.Tensor],
     first_query: int,
 ) -> torch.Tensor:
-    """Compute the indexer's scores with gradients, before causality and top-k (its own forward has no gradients).
+    """Compute the indexer's scores with gradients, before causal mask and top-k (its own forward has no gradients).
 
     Args:
         indexer: The layer's indexer; its weights receive the gradient.
         hidden: [B, S, H], input of the attention block.
-        q_latent: [B, S, q_lora_rank], the normalised query latent.
+        q_latent: First query position; earlier positions are only keys.
         rotary: cos and sin, [B, S, rotary width] each.
         first_query: Positions before it are keys only.
 
@@ -160,7 +160,7 @@ def index_scores(
 
 
 def _loss(model: PreTrainedModel, sequences: torch.Tensor, examples: Examples, inputs: list[tuple]) -> torch.Tensor:
-    """Return the loss, as defined in the module's docstring; hooks fill `inputs` during the forward pass."""
+    """Return the loss defined in the module's docstring; hooks fill `inputs` during the forward pass."""
     length_response, first = examples.ascending.shape[1], examples.first_difference
     output = model(input_ids=sequences, use_cache=False, output_attentions=True, logits_to_keep=length_response + 1)
     logits = output.logits[:, :-1].flatten(0, 1)
@@ -173,10 +173,10 @@ def _loss(model: PreTrainedModel, sequences: torch.Tensor, examples: Examples, i
 
 
 def _divergence(target: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """Return the mean KL(target || softmax(scores)) over the keys that the target gives any weight.
+    """Return the mean KL(target || softmax(scores)) over the keys with a positive target.
 
     Args:
-        target: [B, Q, S], Q queries; rows sum to 1; 0 at future keys and at keys that top-k left out.
+        target: [B, Q, S], Q queries; rows sum to 1; 0 at future keys and at keys outside top-k.
         scores: [B, Q, S].
     """
     seen = target > 0
