@@ -23,8 +23,8 @@ from tests.support.gpus import told_by_ranks
 from torch.utils.benchmark import Timer
 
 from posttrain.checkpoint.quantization.fp8 import quantize_block
-from posttrain.rl.megatron_backend.glm5.latent_space import places_of_mask
-from posttrain.rl.megatron_backend.glm5.sparse_attention import causal_mask, index_scores, select_topk
+from posttrain.rl.megatron_backend.glm5.choice import places_of_mask
+from posttrain.rl.megatron_backend.glm5.sparse_attention import index_scores, select_topk
 from posttrain.rl.megatron_backend.sparse_kernels import load_kernel
 from posttrain_weights.digest import Digester, key_of
 
@@ -137,14 +137,18 @@ def attention(device: torch.device, sizes: Sizes) -> dict[str, tuple[float, str]
     options: Any = {"dtype": torch.bfloat16, "device": device}
     keys, weights = torch.randn(1, num_tokens, WIDTH, **options), torch.randn(1, num_queries, INDEXERS, device=device)
     queries = torch.randn(1, num_queries, INDEXERS, WIDTH, **options)
-    visible = causal_mask(num_tokens - num_queries, num_queries, num_tokens, device)
+    visible = torch.ones(num_queries, num_tokens, dtype=torch.bool, device=device).tril(num_tokens - num_queries)
     scores = index_scores(queries, keys, weights)
     pairs = num_queries * num_tokens
     found["index scores"] = (pairs / seconds(lambda: index_scores(queries, keys, weights)) / GB, "pairs/ns")
     found["top-k of scores"] = (pairs / seconds(lambda: select_topk(scores, visible, sizes.kept)) / GB, "pairs/ns")
-    keep, places = select_topk(scores, visible, sizes.kept), torch.arange(num_tokens, device=device)[None]
-    found["places of a mask"] = (pairs / seconds(lambda: places_of_mask(keep, places, sizes.kept)) / GB, "pairs/ns")
-    chosen = places_of_mask(keep, places, sizes.kept)[0]
+    keep = select_topk(scores, visible, sizes.kept)
+
+    def choose() -> torch.Tensor:
+        return places_of_mask(keep, sizes.kept, torch.int16)
+
+    found["places of a mask"] = (pairs / seconds(choose) / GB, "pairs/ns")
+    chosen = choose()[0].int()
     name = "tilelang" if device.type == "cuda" else "masked"
     kernel = load_kernel(cast(Any, SimpleNamespace(sparse_attention=name))) or reference_kernel
     query = torch.randn(num_queries, heads, LATENT + ROTARY, **options).requires_grad_()

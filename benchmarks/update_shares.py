@@ -24,7 +24,7 @@ from tests.support.tiny_checkpoint import make_random_checkpoint
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from posttrain.rl.megatron_backend import packed
-from posttrain.rl.megatron_backend.glm5 import indexer
+from posttrain.rl.megatron_backend.glm5 import choice
 
 ATTENTION, CHOICE = "scaled_dot_product", "choice of keys"
 # Attention and choice of keys were two thirds of an update, its kernel time as long as its arithmetic, and blocks had
@@ -44,9 +44,9 @@ def quick() -> None:
 
 def measure(model: str, lengths: tuple[int, ...]) -> None:
     """Measure, and print a line of JSON for each claim."""
-    choosing = indexer.select_topk, indexer.index_scores
-    indexer.select_topk = _named(indexer.select_topk)
-    indexer.index_scores = _named(indexer.index_scores)
+    choosing = choice.select_topk, choice.index_scores
+    choice.select_topk = _named(choice.select_topk)
+    choice.index_scores = _named(choice.index_scores)
     task = Task("ours", model, lengths, TOKENS_OF_A_ROW)
     torch.manual_seed(0)
     try:
@@ -55,7 +55,7 @@ def measure(model: str, lengths: tuple[int, ...]) -> None:
             tensors = make_random_checkpoint(source, MODELS[model])
             serve_ours(task, source, tensors, lambda update: _measure(update, lengths))
     finally:
-        indexer.select_topk, indexer.index_scores = choosing
+        choice.select_topk, choice.index_scores = choosing
 
 
 def _named(function: Callable[..., Any]) -> Callable[..., Any]:

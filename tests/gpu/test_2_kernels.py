@@ -16,7 +16,7 @@ from tests.support.chosen_keys import reference_kernel
 from tests.support.gpus import DEVICES, gpu
 
 from posttrain.rl.algorithm.logprobs import chunked_logprobs
-from posttrain.rl.megatron_backend.glm5.sparse_attention import attend, causal_mask, index_scores, select_topk
+from posttrain.rl.megatron_backend.glm5.sparse_attention import attend, index_scores, select_topk
 
 Tensors = dict[str, torch.Tensor]
 T, HIDDEN, WORDS = 96, 64, 500
@@ -36,7 +36,7 @@ def logprobs(given: Tensors) -> torch.Tensor:
 
 def attention(given: Tensors) -> torch.Tensor:
     device = given["query"].device
-    keep = causal_mask(0, T, T, device) & (torch.arange(T, device=device) % 3 != 1)
+    keep = torch.ones(T, T, dtype=torch.bool, device=device).tril() & (torch.arange(T, device=device) % 3 != 1)
     keep |= torch.eye(T, dtype=torch.bool, device=device)
     return attend(given["query"], given["key"], given["value"], keep[None], 0.25)
 
@@ -103,7 +103,9 @@ def test_scores_and_the_choice_of_keys(device: str) -> None:
     chosen: list[Any] = []
     for place in ("cpu", device):
         scores = index_scores(queries.to(place), keys.to(place), weights.to(place))
-        chosen += [(scores.cpu(), select_topk(scores, causal_mask(0, T, T, scores.device), 8).cpu())]
+        chosen += [
+            (scores.cpu(), select_topk(scores, torch.ones(T, T, dtype=torch.bool, device=place).tril(), 8).cpu())
+        ]
     (scores, keep), (other_scores, other_keep) = chosen
     assert torch.equal(scores, other_scores)
     assert torch.equal(keep, other_keep)
@@ -123,7 +125,7 @@ def test_attention_to_chosen_keys_in_the_space_of_latents(
     kernel: Any = load_kernel(SimpleNamespace(sparse_attention=name)) or reference_kernel  # type: ignore[arg-type]
     rows = 2 * KEPT
     given = seeded(query=(rows, heads, LATENT + ROTARY), key=(rows, LATENT + ROTARY))
-    seen = causal_mask(0, rows, rows, torch.device("cpu"))
+    seen = torch.ones(rows, rows, dtype=torch.bool).tril()
     scores = torch.rand(rows, rows, generator=torch.Generator().manual_seed(5))
     keep = select_topk(scores, seen, KEPT)
     ordered = torch.where(keep, torch.arange(rows), rows).sort(-1).values[:, :KEPT]

@@ -41,15 +41,6 @@ PEAKS = {
         (2, "old_logprobs"): 24.119,
         (2, "train"): 25.304,
     },
-    # Keys are chosen, and attended to in the latents' space.
-    ("glm5", 16): {
-        (0, "old_logprobs"): 14.512,
-        (0, "train"): 15.340,
-        (1, "old_logprobs"): 17.493,
-        (1, "train"): 18.202,
-        (3, "old_logprobs"): 19.155,
-        (3, "train"): 19.396,
-    },
     # Two ranks share a row.
     ("deepseek_v3", 16): {(0, "train"): 11.268, (1, "train"): 15.703, (3, "train"): 16.456},
 }
@@ -170,26 +161,24 @@ def test_what_is_in_flight_between_chunks_by_hand():
 
 def test_keys_being_chosen_are_the_fullest_moment_of_a_long_rows_forward_pass():
     """GLM-5, TP4 CP2, in the latents' space: 20,480 queries of this rank, 16 heads of 512 + 64, 32 of the indexer."""
-    config, batch = config_of("glm5", 16), MicroBatch(40960, 1, 40960)
-    scored = config.trainer.attention_chunk_tokens * 40960
-    choosing = (2 * 4 * 32 + 5) * scored + 2 * 20480 * (17 * 576 + 32 * 128) + 4 * 20480 * (32 + 2048)
+    config = config_of("glm5", 16, set="trainer.attention_chunk_tokens=2048")
+    batch = MicroBatch(40960, 1, 40960)
+    scored = config.trainer.attention_chunk_tokens * 40960 // 4
+    dealt = 5120 * (32 * (2 * 128 + 4) + 4 * 2048)
+    choosing = (2 * 4 * 32 + 5) * scored + 2 * 20480 * 17 * 576 + dealt
     moment = fullest_moment(config, 1, batch, ASSUMPTIONS, is_backward=False)
     assert moment == Moment(2 * 4 * 64 * 40960 + choosing + 3 * 2 * 5120 * 6144)
 
 
 def test_layers_keep_the_choice_that_later_ones_take_over():
-    """GLM-5.2 chooses keys in some layers alone; of 4,096 tokens each sees up to 2,048."""
+    """GLM-5.2 chooses keys in some layers alone: 2,048 for each of a tensor-parallel rank's tokens, in 16 bits."""
     config, batch = config_of("glm5.2", 16), MicroBatch(4096, 1, 4096)
     arch, parallel, (layers,) = config.model.architecture, config.parallel, stage_chunks(config)[0]
     stages, context = parallel.pipeline_model_parallel_size, parallel.context_parallel_size
-    step, thin = (
-        config.trainer.attention_chunk_tokens,
-        2 * 4096 // context // parallel.tensor_model_parallel_size * 6144,
-    )
-    pairs = sum(step * end for end in range(2048 + step, 4096 + 1, step)) / context
+    tokens = 4096 // context // parallel.tensor_model_parallel_size
     choosing = sum(chooses_keys(arch, layer) for layer in layers)
     assert 0 < choosing < len(layers)
-    in_flight = stages * ((len(layers) + 1) * thin + choosing * pairs / 8)
+    in_flight = stages * ((len(layers) + 1) * 2 * tokens * 6144 + choosing * 2 * tokens * 2048)
     assert _moments(config, batch, ASSUMPTIONS).kept(0, [layers]) == 2 * 4 * 64 * 4096 + in_flight
 
 

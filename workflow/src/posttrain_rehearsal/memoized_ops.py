@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
 
 from posttrain.checkpoint.quantization.fp8 import BLOCK, Fp8Format
-from posttrain.rl.megatron_backend.glm5.sparse_attention import KeptKeys
 from posttrain_rehearsal.recorder import Phase, Recorder
 
 
@@ -23,9 +21,10 @@ def provide(recorder: Recorder) -> None:
     """Memoize the choice of keys, positions, log-probabilities of a chunk, and served matrices."""
     from posttrain.rl.algorithm import logprobs
     from posttrain.rl.megatron_backend import packed_rotary, served_values
-    from posttrain.rl.megatron_backend.glm5 import latent_space
+    from posttrain.rl.megatron_backend.glm5 import attention, indexer
 
-    latent_space.places_of_block = once(latent_space.places_of_block, recorder, _like_places)
+    indexer.choose_in_chunks = once(indexer.choose_in_chunks, recorder, _like_tensors)
+    attention.places_in_row = once(attention.places_in_row, recorder, _like_tensors)
     packed_rotary.own_positions = once(packed_rotary.own_positions, recorder, _like_positions)
     served_values.served_part = once(served_values.served_part, recorder, _like_part)
     logprobs.logit_chunks = few_of_alike(logprobs.logit_chunks, recorder)  # type: ignore[assignment]
@@ -37,41 +36,28 @@ def once(
     """Wrap a function; for known arguments the wrapper returns a tensor without values, and repeats the counts.
 
     Args:
-        function: Its only effects are its result and what its first argument stores.
+        function: Its only effect is its result.
         recorder: Repeats the counts.
-        like: Returns a cache key of the arguments, or None if the call cannot be cached.
+        like: Returns a cache key of the arguments.
     """
-    known: dict[Any, tuple[Phase, torch.device, torch.Tensor, dict[Any, torch.Tensor]]] = {}
+    known: dict[Any, tuple[Phase, torch.device, torch.Tensor]] = {}
 
-    def counted(first: Any, *others: Any) -> torch.Tensor:
-        key = like(first, *others)
+    def counted(*arguments: Any) -> torch.Tensor:
+        key = like(*arguments)
         if key in known:
-            counts, device, made, left = known[key]
+            counts, device, made = known[key]
             recorder.repeat(counts)
-            if isinstance(first, KeptKeys):
-                first.bits |= {span: _without_values(bits, device) for span, bits in left.items()}
-            return _without_values(made, device)
+            return torch.empty(made.shape, dtype=made.dtype, device=device)
         with recorder.counts() as counts:
-            made = function(first, *others)
-        left = first.bits if isinstance(first, KeptKeys) else {}
-        if key is not None:
-            known[key] = counts, made.device, made.to("meta"), {span: bits.to("meta") for span, bits in left.items()}
+            made = function(*arguments)
+        known[key] = counts, made.device, made.to("meta")
         return made
 
     return counted
 
 
-def _without_values(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return torch.empty(like.shape, dtype=like.dtype, device=device)
-
-
-def _like_places(select: Any, places: torch.Tensor, *numbers: int) -> Any:
-    # A stored choice is computed once, and read by the layers that share it.
-    kept = sorted(select.bits) if isinstance(select, KeptKeys) else None
-    chosen = select.select if isinstance(select, KeptKeys) else select
-    if chosen is not None and not isinstance(chosen, partial):
-        return None
-    return (chosen and tuple(part.shape for part in chosen.args), str(kept), places.shape, *numbers)
+def _like_tensors(*arguments: Any) -> Any:
+    return tuple((a.shape, a.dtype) if isinstance(a, torch.Tensor) else a for a in arguments)
 
 
 def _like_positions(boundaries: torch.Tensor, *numbers: int) -> Any:

@@ -58,7 +58,7 @@ def test_a_layer_of_latents_with_chosen_keys(resolved) -> None:
     assert row.layer(1) == row.layer(3) == attention + inputs + 120 * 2 * 5 * 32 / 2 + router + routed
     assert [row.is_moe(layer) for layer in range(4)] == [False, True, True, True]
     assert row.shared_choice() == 0
-    assert row_of(small(resolved), cuts=(2, 1, 1), index_topk_freq=2).shared_choice() == masked / 8
+    assert row_of(small(resolved), cuts=(2, 1, 1), index_topk_freq=2).shared_choice() == 60 * 8 * 2
 
 
 def test_ranks_that_share_a_row_or_an_expert(resolved) -> None:
@@ -114,6 +114,10 @@ def test_what_scores_take_while_keys_are_chosen(resolved) -> None:
     assert row_of(config, batch=MicroBatch(4000, 2, 2000)).scored_pairs() == 16 * 2000
     # No more queries than there are on this rank.
     assert row_of(config, cuts=(1, 8, 1)).scored_pairs() == 15 * 60
+    # Tensor-parallel ranks score their own queries, and keep the places of their keys: 16 bits up to 32,768 tokens.
+    assert row_of(config, cuts=(4, 1, 1)).scored_pairs() == 2 * 4 * 60
+    rows = (row_of(config, cuts=(4, 1, 1), batch=MicroBatch(size, 1, size)) for size in (2**15, 2**15 + 4))
+    assert [row.choice() for row in rows] == [2 * 2**13 * 8, 4 * (2**13 + 1) * 8]
 
 
 @pytest.mark.parametrize(("dtype", "narrow"), [("bf16", 2), ("fp32", 0)])
@@ -149,7 +153,7 @@ def test_what_a_chunk_of_layers_keeps(resolved) -> None:
     # Layers that hand their choice on keep it.
     arch = dataclasses.replace(config.model.architecture, index_topk_freq=2)
     sharing = dataclasses.replace(config, model=dataclasses.replace(config.model, architecture=arch))
-    choice = 2 * (256 + 512 + 768 + 720) / 8
+    choice = 120 * 8 * 2
     assert saved_bytes(sharing, range(1, 3), BATCH, 1.5) == int(2 * inputs + choice)
 
 

@@ -112,6 +112,6 @@ def test_chosen_keys_in_the_latents_space(resolved) -> None:
     kept = 2 * 120 * (query + value + 5 * key + 4 * 32) + latents + 4 * 4 * 120 + 4 * 120 * 8
     assert attention.kept(layer) == kept
     assert (attention.forward(layer), attention.gradients(layer)) == (0, 0)
-    forward = (2 * 4 * 4 + 5) * 2 * 16 * 60 + 2 * 120 * (5 * key + 4 * 16) + 4 * 120 * (4 + 8)
+    forward = (2 * 4 * 4 + 5) * 2 * 16 * 60 + 2 * 120 * (5 * key + 4 * 16) + 120 * (4 * 4 + 2 * 8)
     assert attention.choosing(layer, False) == forward
     assert attention.choosing(layer, True) == forward + 2 * 120 * query

@@ -43,4 +43,4 @@ def test_given_responses_leave_only_the_pipeline(resolved):
 
 def test_the_published_recipe_of_glm5_waits_for_most_of_its_gpu_time(resolved):
     seconds = step_durations(resolved("glm5").config, 20e9)
-    assert seconds["step_idle"] / seconds["step"] == pytest.approx(0.60, abs=0.01)
+    assert seconds["step_idle"] / seconds["step"] == pytest.approx(0.62, abs=0.01)

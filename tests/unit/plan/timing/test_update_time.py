@@ -67,6 +67,16 @@ def test_our_attention_multiplies_all_keys_and_scores_them_in_fp32(h200):
     assert ours["attention"] > 2 * chosen["attention"]
 
 
+def test_tensor_parallel_ranks_share_the_choice_of_keys_by_hand(h200):
+    """A row of 2**15 tokens: scores over TP4, then latents and head weights dealt, keys and places gathered."""
+    alone, shared = (
+        forward_causes(glm5(h200, num_gpus=16 * size, tensor=size, expert=8), 4, 2**15)["indexer"] for size in (1, 4)
+    )
+    sent = 2**15 * ((2 * 2048 + 4 * 32) / 4 + 2 * 128 + 2 * 2048) * 3 / 4
+    assert shared == pytest.approx(alone / 4 + 20 * sent / attainable.link(h200, 4), rel=1e-6)
+    assert shared < 1.05 * alone / 4
+
+
 def test_a_kernel_multiplies_chosen_keys_that_are_missing_too(h200):
     """2 x 64 heads x (2 x 512 + 64) x 2,048 keys for each of 2,048 tokens a rank at 600 TFLOPS."""
     row = glm5(h200, kernel="sparse", num_micro_batches=1)

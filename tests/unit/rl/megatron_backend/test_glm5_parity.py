@@ -13,6 +13,7 @@ from tests.support.packed_rows import boundaries, gradients_by_hub_name, run_pac
 from tests.support.tiny_checkpoint import TRAINED
 
 from posttrain.rl.megatron_backend import packed
+from posttrain.rl.megatron_backend.glm5.sparse_attention import mask_of_places
 from posttrain.rl.megatron_backend.packed import PackedSequences
 
 pytestmark = pytest.mark.usefixtures("policy")
@@ -107,19 +108,19 @@ def recorded_selections(policy, sequences) -> list[list[torch.Tensor]]:
         with pytest.MonkeyPatch.context() as patch:
             for layer in policy.chunks[0].decoder.layers:
                 core = layer.self_attention.core_attention
-                patch.setattr(core, "_selectors", recording(core._selectors, layers))
+                patch.setattr(core, "_places", recording(core._places, layers))
             run_packed(policy, [sequence])
         found.append(layers)
     return found
 
 
-def recording(make_selectors, layers: list[torch.Tensor]):
-    def make(x, q_latent, packed, frequencies):
-        (select,) = make_selectors(x, q_latent, packed, frequencies)
-        layers.append(select(0, packed.max_seqlen_q)[0])
-        return [select]
+def recording(choose, layers: list[torch.Tensor]):
+    def places_of(x, q_latent, packed, frequencies):
+        places = choose(x, q_latent, packed, frequencies)
+        layers.append(mask_of_places(places[None], packed.max_seqlen_q)[0])
+        return places
 
-    return make
+    return places_of
 
 
 def recorded_reference(model, sequence) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -163,9 +164,9 @@ def test_indexer_uses_the_normalised_latent(policy, sequences) -> None:
     layer = policy.chunks[0].decoder.layers[1].self_attention
     weight = layer.q_layernorm.weight.data.clone()
     right = recorded_selections(policy, sequences)[2][1]
-    original = layer.core_attention._selectors
+    original = layer.core_attention._places
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layer.core_attention, "_selectors", lambda x, latent, *rest: original(x, latent / weight, *rest))
+        patch.setattr(layer.core_attention, "_places", lambda x, latent, *rest: original(x, latent / weight, *rest))
         wrong = recorded_selections(policy, sequences)[2][1]
     assert not torch.equal(right, wrong)
 

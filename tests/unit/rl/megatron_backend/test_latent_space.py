@@ -12,7 +12,6 @@ from tests.support.packed_rows import gradients_by_hub_name, run_packed
 from tests.support.tiny_checkpoint import TRAINED
 
 from posttrain.rl.megatron_backend import sparse_kernels
-from posttrain.rl.megatron_backend.glm5.latent_space import places_of_mask
 
 pytestmark = pytest.mark.usefixtures("policy")
 
@@ -22,12 +21,6 @@ def with_kernel(policy, monkeypatch):
     for layer in policy.chunks[0].decoder.layers:
         monkeypatch.setattr(layer.self_attention.core_attention, "kernel", reference_kernel)
     return policy
-
-
-def test_places_by_hand():
-    keep = torch.tensor([[[True, False, True, False], [True, True, False, True]]])
-    places = torch.tensor([[5, 6, 7, 8], [1, 2, 3, 4]])
-    assert places_of_mask(keep, places, 3).tolist() == [[[5, 7, -1], [5, 6, 8]], [[1, 3, -1], [1, 2, 4]]]
 
 
 @torch.no_grad()

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from posttrain.rl.megatron_backend import packed
-from posttrain.rl.megatron_backend.glm5.sparse_attention import attend, attend_in_chunks, causal_mask
+from posttrain.rl.megatron_backend.glm5 import sparse_attention
+from posttrain.rl.megatron_backend.glm5.choice import causal_places
+from posttrain.rl.megatron_backend.glm5.sparse_attention import attend, attend_in_chunks, mask_of_places
 from posttrain.rl.megatron_backend.packed import PackedSequences
 
 
@@ -121,17 +123,19 @@ def dense(query, key, value, lengths) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("num_dense", [0, 3, 7, 9, 12])
-def test_the_last_queries_in_chunks_are_those_of_all(num_dense):
+def test_the_last_queries_in_chunks_are_those_of_all(num_dense, monkeypatch):
     """Where every key is chosen, sparse attention of positions 5 to 11 is dense; in chunks of at most 3 queries."""
     query, key, value = torch.randn(3, 2, 12, 2, 8, generator=torch.Generator().manual_seed(1))
     asked = []
 
-    def select(first: int, end: int) -> torch.Tensor:
-        asked.append((first, end))
-        return causal_mask(first, end - first, end, key.device)[None]
+    def mask(places: torch.Tensor, num_keys: int) -> torch.Tensor:
+        asked.append((num_keys - places.shape[1], num_keys))
+        return mask_of_places(places, num_keys)
 
+    monkeypatch.setattr(sparse_attention, "mask_of_places", mask)
+    places = causal_places(torch.arange(5, 12), 12, torch.int16).expand(2, -1, -1)
     whole = attend(query, key, value, None, 0.5)
-    last = attend_in_chunks(query[:, 5:], key, value, select, num_dense, 0.5, chunk_tokens=3)
+    last = attend_in_chunks(query[:, 5:], key, value, places, num_dense, 0.5, chunk_tokens=3)
     assert (last - whole[:, 5:]).abs().max() <= 1e-6
     # Dense positions that fill a chunk have a call of their own.
     expected = {9: [(9, 12)], 12: []}.get(num_dense, [(5, 8), (8, 11), (11, 12)])

@@ -249,14 +249,19 @@ class Row:
         return per_score * self.scored_pairs()
 
     def scored_pairs(self) -> float:
-        """Return the pairs of a query and a key that are scored at a time: of a chunk of each sequence of a block."""
+        """Return the pairs of query and key that a rank scores at a time: of a chunk of each sequence of a block."""
         longest, step = self._batch.longest, self._trainer.attention_chunk_tokens
         of_block = min(self._batch.num_sequences, max(1, SCORES_PER_BLOCK // longest**2))
-        return self.is_selected() * min(self.padded, of_block * step) * longest
+        return self.is_selected() * min(self.padded, of_block * step) * longest / self.tp
+
+    def choice(self) -> float:
+        """Return what a layer's choice of keys takes: places, of the queries that a tensor-parallel rank scores."""
+        place = 2 if self._batch.longest <= 2**15 else 4
+        return self.is_selected() * place * self.s * self.arch.index_topk
 
     def shared_choice(self) -> float:
-        """Return what a layer's choice of keys takes that later layers take over, one bit a pair (`KeptKeys`)."""
-        return self._masked_scores() / 8 if self.arch.index_topk_freq > 1 else 0.0
+        """Return what a layer's choice of keys takes that later layers take over."""
+        return self.choice() if self.arch.index_topk_freq > 1 else 0.0
 
     def logprob_chunk(self) -> float:
         """Return the logits of a chunk in FP32, which become their gradient, and the matrix's gradient in FP32.

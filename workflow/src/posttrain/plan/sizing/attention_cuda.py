@@ -10,7 +10,8 @@ a key; R width of MLA's latents, K keys that a query attends to; p bytes of a we
     differentiated, besides  where ranks share a row of T, p (T (4 (k + v) + k) + 3 t q): all ranks' keys and values (as
                              wide as keys), their gradients of both halves of this rank's queries, and the sums
     keys being selected      8 (indexer's heads) + 5 B a pair that is scored, at least 20, without what is kept of the
-                             output; in the latents' space with the indexer's queries and keys
+                             output; in the latents' space with the indexer's queries and head weights of s, and the
+                             places of their keys, 2 s K (4 s K of sequences over 32,768 tokens)
     a forward pass           p t (q + k + v) of the matrix, p t (q + k) turned and as many of their norms, p t (v + o),
                              4 t heads and p s H; without latents; where ranks share a row of T, p (3 t o + T (k + v)),
                              the outputs of both halves of this rank's queries, once more in full, and all ranks' keys;
@@ -96,8 +97,9 @@ class Attention:
         if not self._in_latents:
             return pairs + self._in_blocks(layer)
         expanded = row.widths(layer)[0] if is_backward else 0.0
-        queries = expanded + (row.heads() + 1) * self._key_width + arch.index_n_heads * arch.index_head_dim
-        return pairs + self._p * row.t * queries + FP32 * row.t * (arch.index_n_heads + arch.index_topk)
+        queries = row.t * (expanded + (row.heads() + 1) * self._key_width)
+        dealt = row.s * arch.index_n_heads * (self._p * arch.index_head_dim + FP32)
+        return pairs + self._p * queries + dealt + row.choice()
 
     def forward(self, layer: Layer) -> float:
         """Return what attention holds while it is computed and nothing is kept; 0 where latents are attended to."""

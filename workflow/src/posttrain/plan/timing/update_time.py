@@ -3,10 +3,11 @@
 A pipeline is as slow as its slowest stage. For one layer of average and one micro-batch, a rank with t tokens of a row
 (T / CP), s = t / TP of them where ranks share a sequence, takes
 
-    matrices     2 operations per element and token (s; the indexer's t); at least the time of reading the weights
+    matrices     2 operations per element and token of s; at least the time of reading the weights
     experts      the same of the K experts of s tokens
     attention    2 N (d_qk + d_v) / TP per pair of query and key; what each kernel multiplies is in `_attention`
-    indexer      2 H_i D per pair of a query and a key before it, and the scores' way through memory
+    indexer      2 H_i D / TP per pair of a query and a key before it, and the scores' way through memory; places of
+                 chosen keys, gathered over TP, with what the ranks deal of queries and gather of keys
     memory       what norms, residuals, activations, rotation and the gradients' sum read and write
     launches     what the host takes for the kernels longer than the GPU does
     TP           4 s p H (TP - 1): rows gathered and sums scattered around attention and MLP
@@ -40,8 +41,8 @@ from posttrain.plan.sizing.flops import head_widths, sequence_flops
 from posttrain.plan.sizing.model_size import decoder_weights
 from posttrain.plan.timing import attainable
 
-# Bytes of a weight in BF16, of a gradient in FP32.
-P, GRADIENT = 2, 4
+# Bytes of a weight in BF16, of a gradient and other numbers in FP32.
+P, GRADIENT, FP32 = 2, 4, 4
 # Kernels of a layer, forward and backward: what a rehearsal of `glm5_4layer` on one node counts, two micro-batches
 # through four layers (1,254 for log-probabilities, 3,871 for training, which has two forward passes).
 KERNELS = (1254 / 8, (3871 - 2 * 1254) / 8)
@@ -172,7 +173,7 @@ def _layer(trainer: Trainer, tokens: float, length: float, is_backward: bool = F
     dense, indexer, routed = layer_elements(arch)
     shared = on_rank / trainer.tensor
     times = (2 if trainer.trains_all else 1) if is_backward else 1
-    work = 2 * (shared * dense + (0 if is_backward else on_rank * indexer))
+    work = 2 * shared * (dense + (0 if is_backward else indexer))
     read = P * (dense / trainer.tensor + indexer) / attainable.memory(hardware)
     causes = {"matrices": times * max(work / attainable.gemm(hardware), read)}
     attention, scores = _attention(trainer, on_rank, length)
@@ -216,8 +217,18 @@ def _attention(trainer: Trainer, on_rank: float, length: float) -> tuple[tuple[f
         moved = SCORE_BYTES if trainer.is_indexer_fused else HEAD_SCORE_BYTES * arch.index_n_heads + CHOICE_BYTES
         per_pair = 2 * arch.index_n_heads * arch.index_head_dim / rate
         per_pair += moved / attainable.memory(hardware)
-        scores = pairs * per_pair * num_indexers(arch) / arch.num_hidden_layers
+        scores = pairs / trainer.tensor * per_pair * num_indexers(arch) / arch.num_hidden_layers
+        scores += _choice_exchange(trainer, on_rank, length)
     return (work / forward, attainable.ATTENTION_BACKWARD * work / backward), scores
+
+
+def _choice_exchange(trainer: Trainer, on_rank: float, length: float) -> float:
+    """Return the seconds in which tensor-parallel ranks deal queries, gather keys and the places of those chosen."""
+    arch, tensor = trainer.arch, trainer.tensor
+    dealt = (P * arch.q_lora_rank + FP32 * arch.index_n_heads) / tensor
+    chosen = (dealt + P * arch.index_head_dim) * num_indexers(arch) / arch.num_hidden_layers
+    places = arch.index_topk * (2 if length <= 2**15 else 4)
+    return on_rank * (chosen + places) * (tensor - 1) / tensor / attainable.link(trainer.hardware, tensor)
 
 
 def _layer_bytes(trainer: Trainer, on_rank: float, is_backward: bool) -> float:

@@ -8,7 +8,7 @@ Shapes: B sequences per block, S the longest of them, T tokens of the row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -62,6 +62,10 @@ class PackedSequences(PackedSeqParams):
     the start and the r-th from the end, which balances the causal scores. A rank has the queries of its own tokens;
     keys are gathered from all ranks.
 
+    Tensor-parallel ranks choose keys for their own queries only, which are dealt to them in turn: rank r of n gets the
+    tokens r, r + n, r + 2 n ... of the row. Contiguous parts would give the last rank most of a long sequence's causal
+    pairs; in turn, each gets as many of every sequence, to within one query.
+
     Args:
         position_ids: [T_own] int64, position of each of this rank's tokens in its sequence.
         queries: Mapping of this rank's tokens to blocks, each with one chunk of some sequences.
@@ -69,7 +73,9 @@ class PackedSequences(PackedSeqParams):
         spans: For each block of queries (block of keys, number of keys up to the block's last query).
         own: [T_own] int64, this rank's tokens in the row; None: all.
         order: [T] int64, position of each of the row's tokens in the concatenation by rank; None: unchanged.
-        kept_keys: Layer number -> its selected keys per block of queries, for the layers that reuse them.
+        turn: This rank's tensor-parallel rank r and their number n.
+        dealt: Mapping of this rank's dealt tokens to blocks n times narrower than those of `queries`.
+        choices: Layer number -> its choice of keys, for the layers that reuse it (`glm5.choice`).
         routes: Layer number -> experts of this rank's tokens [T_own, K], if the router does not choose them.
     """
 
@@ -79,11 +85,15 @@ class PackedSequences(PackedSeqParams):
     spans: tuple[tuple[int, int], ...] = ()
     own: torch.Tensor | None = None
     order: torch.Tensor | None = None
-    kept_keys: dict[int, Sequence[Callable[[int, int], torch.Tensor]]] = field(default_factory=dict)
+    turn: tuple[int, int]
+    dealt: Spread
+    choices: dict[int, torch.Tensor] = field(default_factory=dict)
     routes: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
     @staticmethod
-    def from_boundaries(cu_seqlens: torch.Tensor, rank: int = 0, num_ranks: int = 1) -> PackedSequences:
+    def from_boundaries(
+        cu_seqlens: torch.Tensor, rank: int = 0, num_ranks: int = 1, turn: tuple[int, int] = (0, 1)
+    ) -> PackedSequences:
         """Build the metadata of a row from its sequence boundaries.
 
         Args:
@@ -91,6 +101,7 @@ class PackedSequences(PackedSeqParams):
                 sequence's length must be divisible by `2 * num_ranks`.
             rank: This rank's context-parallel rank.
             num_ranks: Context-parallel size.
+            turn: This rank's tensor-parallel rank and their number.
 
         Example:
             Boundaries (0, 3, 5): positions (0, 1, 2, 0, 1); one block of two sequences with three positions each, of
@@ -110,7 +121,7 @@ class PackedSequences(PackedSeqParams):
         starts, blocks, _ = _lay_out(lengths, members, 1, [0])
         keys = Spread.to((starts[0, sequence] + position)[by_rank], blocks, device)
         starts, blocks, spans = _lay_out(lengths, members, num_chunks, sorted({rank, num_chunks - 1 - rank}))
-        places = starts[(chunk >= num_ranks).long(), sequence] + position
+        places = (starts[(chunk >= num_ranks).long(), sequence] + position)[own]
         longest, is_shared = int(lengths.max()), num_ranks > 1
         return PackedSequences(
             qkv_format="thd",
@@ -122,7 +133,9 @@ class PackedSequences(PackedSeqParams):
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
             position_ids=position[own].to(device),
-            queries=Spread.to(places[own], blocks, device),
+            queries=Spread.to(places, blocks, device),
+            turn=turn,
+            dealt=Spread.to(*_deal(places, blocks, *turn), device),
             keys=keys,
             spans=tuple(spans),
             own=own.to(device) if is_shared else None,
@@ -154,10 +167,10 @@ class PackedSequences(PackedSeqParams):
         """Return the tokens [T, ...] of all ranks, concatenated by rank; collective."""
         return own if self.order is None else _gather(own, is_used_alike=False)
 
-    def key_places(self) -> list[torch.Tensor]:
-        """Return for each block of queries the positions [B, S] int64 of its keys in `gather_row`; 0 for padding."""
-        count = len(self.position_ids) if self.order is None else len(self.order)
-        return self._of_spans(torch.arange(count, device=self.position_ids.device))
+    def first_keys(self) -> torch.Tensor:
+        """Return for each of this rank's tokens [T_own] the place of its sequence's first token in the whole row."""
+        own = torch.arange(len(self.position_ids), device=self.position_ids.device) if self.own is None else self.own
+        return own - self.position_ids
 
     def _of_spans(self, row: torch.Tensor) -> list[torch.Tensor]:
         blocks = self.keys.split(row)
@@ -194,6 +207,35 @@ def _lay_out(
             spans.append((group, last))
             end += len(sequences) * (last - first)
     return starts, blocks, spans
+
+
+def _deal(
+    places: torch.Tensor, blocks: Sequence[tuple[int, int]], turn: int, num_turns: int
+) -> tuple[torch.Tensor, list[tuple[int, int]]]:
+    """Return the block positions of every `num_turns`-th token, from `turn` on, in blocks as many times narrower.
+
+    Args:
+        places: [T] int64, position of each token in the concatenated blocks.
+        blocks: (B, S) of each block.
+        turn: First token.
+        num_turns: Step.
+
+    Example:
+        Sequences of 4 and 3 tokens in a block (2, 4), two turns: turn 1 has the tokens 1, 3 and 5, the first two in
+        the first row of a block (2, 2), and token 5, position 1 of the second sequence, at its place 2.
+    """
+    sizes, widths = torch.tensor(blocks).unbind(1)
+    narrow = -(-widths // num_turns)
+    dealt = places[turn::num_turns]
+    block = torch.searchsorted((sizes * widths).cumsum(0), dealt, right=True)
+    within = dealt - _starts(sizes * widths)[block]
+    sequence, column = within // widths[block], within % widths[block]
+    new = _starts(sizes * narrow)[block] + sequence * narrow[block] + column // num_turns
+    return new, list(zip(sizes.tolist(), narrow.tolist(), strict=True))
+
+
+def _starts(sizes: torch.Tensor) -> torch.Tensor:
+    return sizes.cumsum(0) - sizes
 
 
 def _blocks(lengths: Sequence[int]) -> list[list[int]]:

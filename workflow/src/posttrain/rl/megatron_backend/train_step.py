@@ -174,7 +174,8 @@ def _forward_step(
     device = policy.device
     report_mark(FORWARD)
     ranks = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
-    row = PackedSequences.from_boundaries(packed.cu_seqlens.to(device), *ranks)
+    turn = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+    row = PackedSequences.from_boundaries(packed.cu_seqlens.to(device), *ranks, turn)
     if policy.replay:
         row.routes = policy.replay.routes_of(packed, row, model, device)
     tokens, targets, mask = (row.cut(t.to(device))[None] for t in (packed.tokens, packed.targets, packed.loss_mask))

@@ -11,7 +11,6 @@ and so rounds differently for each number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,9 +19,10 @@ from megatron.core.transformer.experimental_attention_variant.dsa import source_
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from posttrain.rl.megatron_backend.glm5.indexer import Indexer, gather_sequence
-from posttrain.rl.megatron_backend.glm5.latent_space import kept_places, latent_query_and_key, latent_values
-from posttrain.rl.megatron_backend.glm5.sparse_attention import KeptKeys, Selector, attend_in_chunks
+from posttrain.rl.megatron_backend.glm5.dealing import gather_dealt
+from posttrain.rl.megatron_backend.glm5.indexer import Indexer
+from posttrain.rl.megatron_backend.glm5.latent_space import latent_query_and_key, latent_values, places_in_row
+from posttrain.rl.megatron_backend.glm5.sparse_attention import attend_in_chunks
 from posttrain.rl.megatron_backend.latent_attention import LatentAttention
 from posttrain.rl.megatron_backend.packed import PackedSequences
 from posttrain.rl.megatron_backend.sparse_kernels import load_kernel
@@ -70,11 +70,11 @@ class SparseCoreAttention(MegatronModule):
         Returns:
             [T, N * D_v].
         """
-        selectors = self._selectors(x, q_latent, sequences, frequencies)
+        places = self._places(x, q_latent, sequences, frequencies)
+        by_block = [None] * len(sequences.spans) if places is None else sequences.queries.split(places)
         topk, chunk = self.config.dsa_indexer_topk, self.config.attention_chunk_tokens
-        blocks = zip(sequences.queries.split(query), *map(sequences.gather_keys, (key, value)), selectors, strict=True)
-        outputs = [attend_in_chunks(q, k, v, select, topk, self.softmax_scale, chunk) for q, k, v, select in blocks]
-        _close(selectors)
+        blocks = zip(sequences.queries.split(query), *map(sequences.gather_keys, (key, value)), by_block, strict=True)
+        outputs = [attend_in_chunks(q, k, v, chosen, topk, self.softmax_scale, chunk) for q, k, v, chosen in blocks]
         return sequences.queries.join(outputs).flatten(1)
 
     def serves_latents(self, sequences: PackedSequences) -> bool:
@@ -96,32 +96,25 @@ class SparseCoreAttention(MegatronModule):
             [T, N, R] with R = kv_lora_rank.
         """
         assert self.kernel is not None, "asked only where there is one"
-        selectors = self._selectors(x, q_latent, sequences, frequencies)
-        topk, chunk = self.config.dsa_indexer_topk, self.config.attention_chunk_tokens
-        places = kept_places(selectors, sequences, topk, chunk)
-        _close(selectors)
+        places = self._places(x, q_latent, sequences, frequencies)
+        assert places is not None, "asked only where there is a choice"
+        chunk = self.config.attention_chunk_tokens
+        places = places_in_row(places, sequences.first_keys(), sequences.order, chunk)
         return self.kernel(query, sequences.gather_row(key), places, self.softmax_scale, self.config.kv_lora_rank)
 
-    def _selectors(
+    def _places(
         self, x: torch.Tensor, q_latent: torch.Tensor, sequences: PackedSequences, frequencies: torch.Tensor
-    ) -> Sequence[Selector | None]:
+    ) -> torch.Tensor | None:
+        """Return the places [T, K] of the keys that each query attends to; None for all before it. Collective."""
         if sequences.max_seqlen_q <= self.config.dsa_indexer_topk:
-            return [None] * len(sequences.spans)
-        if self.indexer is None:
-            return sequences.kept_keys[self.chooser]
-        angles = frequencies[sequences.position_ids]
-        x = gather_sequence(x.squeeze(1), self.config)
-        q_latent = gather_sequence(q_latent, self.config)
-        selectors = self.indexer.make_selectors(x, q_latent, angles.cos(), angles.sin(), sequences)
-        if self.is_shared:
-            sequences.kept_keys[self.chooser] = selectors = [KeptKeys(select) for select in selectors]
-        return selectors
-
-
-def _close(selectors: Sequence[Selector | None]) -> None:
-    for select in selectors:
-        if isinstance(select, KeptKeys):
-            select.close()
+            return None
+        choice = sequences.choices.get(self.chooser)
+        if choice is None:
+            assert self.indexer is not None, f"layer {self.chooser} has not chosen keys before"
+            choice = self.indexer.choose(x.squeeze(1), q_latent, frequencies, sequences)
+            if self.is_shared:
+                sequences.choices[self.chooser] = choice
+        return gather_dealt(choice, sequences.turn[1])
 
 
 class Glm5SelfAttention(LatentAttention):

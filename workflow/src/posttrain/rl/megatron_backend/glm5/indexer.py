@@ -1,22 +1,21 @@
 """The DSA indexer as a Megatron module: it decides which keys each query attends to.
 
 Its parameters are replicated over tensor-parallel ranks and frozen: only the selection of keys reaches the loss, so
-there is no gradient, and weight decay must not shrink untrained parameters.
+there is no gradient, and weight decay must not shrink untrained parameters. The ranks share the work: each chooses for
+the queries that are dealt to it.
 """
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from posttrain.rl.megatron_backend.arguments import INDEXER_NORM_EPS
+from posttrain.rl.megatron_backend.glm5.choice import choose_in_chunks, places_dtype
+from posttrain.rl.megatron_backend.glm5.dealing import deal, gather_shards
 from posttrain.rl.megatron_backend.glm5.linear import FrozenLinear
-from posttrain.rl.megatron_backend.glm5.sparse_attention import Selector, causal_mask, index_scores, select_topk
 from posttrain.rl.megatron_backend.packed import PackedSequences
 
 
@@ -41,47 +40,49 @@ class Indexer(MegatronModule):
         self.k_norm.requires_grad_(False)
 
     @torch.no_grad()
-    def make_selectors(
-        self, x: torch.Tensor, q_latent: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sequences: PackedSequences
-    ) -> list[Selector]:
-        """Project once, and return for each block a function that selects keys for a chunk of queries.
+    def choose(
+        self, x: torch.Tensor, q_latent: torch.Tensor, frequencies: torch.Tensor, sequences: PackedSequences
+    ) -> torch.Tensor:
+        """Choose the keys of the queries that are dealt to this tensor-parallel rank; collective.
+
+        Each rank projects its own tokens' keys and head weights, and the latents of the queries that it scores.
 
         Args:
-            x: [T, H] normalised input of the attention.
-            q_latent: [T, q_lora_rank], the query latent after its norm: the indexer's query comes from the same vector
-                as the attention's.
-            cos: [T, rope / 2] of each token's position.
-            sin: [T, rope / 2].
+            x: [T / n, H] normalised input of the attention; n ranks share the row by sequence parallelism.
+            q_latent: [T / n, q_lora_rank], the query latent after its norm: the indexer's query comes from the same
+                vector as the attention's.
+            frequencies: [S, rope / 2] rotary angles by position.
             sequences: How the row is packed.
+
+        Returns:
+            [T / n, K] places of the keys, in the order of `dealing.deal`; see `choice`.
         """
-        queries = self._rotate(self.linear_wq_b(q_latent).unflatten(-1, (self.num_heads, self.head_dim)), cos, sin)
-        keys = self._rotate(self.k_norm(self.linear_wk(x)).unsqueeze(1), cos, sin).squeeze(1)
+        turn, num_ranks = sequences.turn
+        assert num_ranks == 1 or self.config.sequence_parallel, "ranks that all have the whole row need no dealing"
         # Compute the head weights in fp32, as the reference does, because they decide between close scores.
         weights = F.linear(x.float(), self.linear_weights_proj.weight.float()) * self.num_heads**-0.5
-        by_block = sequences.queries.split(queries), sequences.gather_keys(keys), sequences.queries.split(weights)
-        return [partial(self._select, *block) for block in zip(*by_block, strict=True)]
+        own, dealt = sequences.position_ids.unflatten(0, (num_ranks, -1))[turn], sequences.position_ids[turn::num_ranks]
+        keys = self._rotate(self.k_norm(self.linear_wk(x)).unsqueeze(1), frequencies[own]).squeeze(1)
+        queries = self.linear_wq_b(deal(q_latent, num_ranks)).unflatten(-1, (self.num_heads, self.head_dim))
+        queries = self._rotate(queries, frequencies[dealt])
+        rows = queries, deal(weights, num_ranks), dealt
+        return self._choose(rows, gather_shards(keys, num_ranks), sequences)
 
-    @torch.no_grad()
-    def _select(
-        self, queries: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor, first: int, end: int
-    ) -> torch.Tensor:
-        visible = causal_mask(first, end - first, end, keys.device)
-        before = keys.shape[1] - queries.shape[1]
-        chunk = slice(first - before, end - before)
-        scores = index_scores(queries[:, chunk], keys[:, :end], weights[:, chunk])
-        return select_topk(scores, visible, self.topk)
+    def _choose(self, rows: tuple[torch.Tensor, ...], keys: torch.Tensor, sequences: PackedSequences) -> torch.Tensor:
+        """Choose block by block, from queries, head weights and positions by dealt token, and the row's keys."""
+        by_block = zip(*map(sequences.dealt.split, rows), sequences.gather_keys(keys), strict=True)
+        chunk, dtype = self.config.attention_chunk_tokens, places_dtype(sequences.max_seqlen_q)
+        chosen = []
+        for (queries, weights, positions, seen), (_, longest) in zip(by_block, sequences.queries.blocks, strict=True):
+            span = seen.shape[1] - longest, sequences.turn[1]
+            chosen.append(choose_in_chunks(queries, weights, positions, seen, *span, self.topk, chunk, dtype))
+        return sequences.dealt.join(chosen)
 
-    def _rotate(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Apply rotary embedding to the first part of each head [T, n, head_dim]: interleaved (GLM-5) or in halves."""
-        width = 2 * cos.shape[-1]
+    def _rotate(self, heads: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+        """Rotate the first part of each head [T, n, head_dim], interleaved (GLM-5) or in halves, by [T, rope / 2]."""
+        width = 2 * angles.shape[-1]
         rotary, plain = heads[..., :width], heads[..., width:]
         pairs = (rotary[..., 0::2], rotary[..., 1::2]) if self.is_interleaved else rotary.chunk(2, dim=-1)
-        (real, imaginary), cos, sin = pairs, cos.unsqueeze(1).to(heads.dtype), sin.unsqueeze(1).to(heads.dtype)
+        real, imaginary = pairs
+        cos, sin = (part.unsqueeze(1).to(heads.dtype) for part in (angles.cos(), angles.sin()))
         return torch.cat([real * cos - imaginary * sin, imaginary * cos + real * sin, plain], dim=-1)
-
-
-def gather_sequence(t: torch.Tensor, config: MLATransformerConfig) -> torch.Tensor:
-    """Gather all tokens of a tensor that sequence parallelism may have split; without gradient."""
-    if config.sequence_parallel:
-        return gather_from_sequence_parallel_region(t.detach(), tensor_parallel_output_grad=False)
-    return t.detach()

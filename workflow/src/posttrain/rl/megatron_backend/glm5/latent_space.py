@@ -4,12 +4,10 @@ A head's scores are q (W_k c) = (q W_k) c. With W_k absorbed into the query, the
 is the key of all heads, and c is their value; W_v is applied to the result. So no keys or values of [T, N, D] exist
 (DeepSeek-V2, arXiv:2405.04434, section 2.1.2).
 
-Shapes: T tokens of the row, N heads of this rank, R kv_lora_rank, K index_topk, B sequences of a block of C queries.
+Shapes: T tokens of the row, N heads of this rank, R kv_lora_rank, K index_topk.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from megatron.core.models.common.embeddings import YarnRotaryEmbedding
@@ -21,7 +19,6 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from posttrain.rl.megatron_backend.glm5.linear import await_weight
-from posttrain.rl.megatron_backend.glm5.sparse_attention import Selector, causal_mask
 from posttrain.rl.megatron_backend.packed import PackedSequences
 
 
@@ -76,56 +73,25 @@ def _rotate(layer: MLASelfAttention, sequences: PackedSequences, *parts: torch.T
 
 
 @torch.no_grad()
-def kept_places(
-    selectors: Sequence[Selector | None], sequences: PackedSequences, topk: int, chunk_tokens: int
+def places_in_row(
+    places: torch.Tensor, first_keys: torch.Tensor, order: torch.Tensor | None, chunk_tokens: int
 ) -> torch.Tensor:
-    """Return the row positions of the keys that each query attends to.
+    """Return the positions of chosen keys in `PackedSequences.gather_row`.
 
     Args:
-        selectors: One for each block of queries; None if all keys are kept.
-        sequences: How the row is packed.
-        topk: K.
-        chunk_tokens: Maximum queries of a sequence for which a mask over all keys exists at a time.
+        places: [T, K], positions in each query's sequence, padded with -1.
+        first_keys: [T] int64, place of the first token of the query's sequence in the row.
+        order: [T of all ranks] int64, where a token of the row lies in `gather_row`; None: at its own place.
+        chunk_tokens: Queries for which intermediate results exist at a time.
 
     Returns:
-        [T, K] int32, ascending; padded with -1.
+        [T, K] int32, padded with -1.
     """
-    blocks = zip(selectors, sequences.key_places(), sequences.queries.blocks, strict=True)
-    parts = [places_of_block(select, places, size[1], topk, chunk_tokens) for select, places, size in blocks]
-    return sequences.queries.join(parts)
-
-
-def places_of_block(
-    select: Selector | None, places: torch.Tensor, num_queries: int, topk: int, chunk: int
-) -> torch.Tensor:
-    """Return key positions [B, C, K] for the last queries of sequences with keys at `places` [B, S]."""
-    longest, parts = places.shape[1], []
-    for first in range(longest - num_queries, longest, chunk):
-        end = min(first + chunk, longest)
-        if select is None or end <= topk:
-            keep = causal_mask(first, end - first, end, places.device)[None]
-        else:
-            keep = select(first, end)
-        parts.append(places_of_mask(keep, places[:, :end], topk))
-    return torch.cat(parts, dim=1)
-
-
-def places_of_mask(keep: torch.Tensor, places: torch.Tensor, topk: int) -> torch.Tensor:
-    """Return the positions of kept keys in ascending order.
-
-    Args:
-        keep: [B or 1, C, S] bool, at most `topk` true per query.
-        places: [B, S] int64.
-        topk: K.
-
-    Returns:
-        [B, C, K] int32, padded with -1.
-
-    Example:
-        Three keys at 5, 6 and 7, of which 0 and 2 are kept, topk 3: (5, 7, -1).
-    """
-    keep = keep.expand(len(places), -1, -1)
-    # Keys that are not kept go to an extra column that is dropped.
-    column = (keep.cumsum(-1) - 1).masked_fill_(~keep, topk)
-    found = places.new_full((*keep.shape[:2], topk + 1), -1, dtype=torch.int32)
-    return found.scatter_(-1, column, places[:, None].expand(keep.shape).int())[..., :topk]
+    found = torch.empty(places.shape, dtype=torch.int32, device=places.device)
+    chunks = zip(*(part.split(chunk_tokens) for part in (places, first_keys, found)), strict=True)
+    for of_chunk, first_key, result in chunks:
+        row = of_chunk + first_key[:, None]
+        if order is not None:
+            row = order[row]
+        result.copy_(row.masked_fill_(of_chunk < 0, -1))
+    return found

@@ -17,7 +17,6 @@ Shapes: B sequences, S longest sequence, C queries per chunk, N attention heads,
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -26,50 +25,6 @@ from torch.nn.attention.bias import causal_lower_right
 
 # FP32 scores of a chunk that fit into a core's cache, along with as many for each of some indexer heads.
 CACHED_SCORES = 2**18
-
-# Positions of (first query, last query + 1) -> kept keys [B or 1, C, last query + 1] bool
-Selector = Callable[[int, int], torch.Tensor]
-
-
-class KeptKeys:
-    """A key selection that later layers reuse: computed once, then stored as one bit per visible (query, key) pair.
-
-    Args:
-        select: Computes the selection; None once it is complete.
-        bits: (first query, last query + 1) -> `pack_bits` of their keys.
-    """
-
-    def __init__(self, select: Selector):
-        self.select: Selector | None = select
-        self.bits: dict[tuple[int, int], torch.Tensor] = {}
-
-    def __call__(self, first: int, end: int) -> torch.Tensor:
-        """Return the kept keys of these queries, as `Selector` does."""
-        if (first, end) not in self.bits:
-            assert self.select is not None, f"no layer before has chosen keys for the queries {first} to {end}"
-            keep = self.select(first, end)
-            self.bits[first, end] = pack_bits(keep)
-            return keep
-        return unpack_bits(self.bits[first, end], end)
-
-    def close(self) -> None:
-        """Release the selector, which holds the row's queries and keys, because the selection is complete."""
-        self.select = None
-
-
-def pack_bits(mask: torch.Tensor) -> torch.Tensor:
-    """Return [..., S] bool as [..., ceil(S / 8)] uint8."""
-    octets = F.pad(mask, (0, -mask.shape[-1] % 8)).unflatten(-1, (-1, 8))
-    return (octets * _places(mask.device)).sum(-1, dtype=torch.uint8)
-
-
-def unpack_bits(octets: torch.Tensor, size: int) -> torch.Tensor:
-    """Return the [..., size] bool mask that `pack_bits` packed."""
-    return (octets.unsqueeze(-1) & _places(octets.device)).bool().flatten(-2)[..., :size]
-
-
-def _places(device: torch.device) -> torch.Tensor:
-    return 1 << torch.arange(8, dtype=torch.uint8, device=device)
 
 
 def index_scores(queries: torch.Tensor, keys: torch.Tensor, head_weights: torch.Tensor) -> torch.Tensor:
@@ -111,12 +66,6 @@ def select_topk(scores: torch.Tensor, visible: torch.Tensor, topk: int) -> torch
     return (above | (tied & (tied.cumsum(dim=-1) <= places_left))) & visible
 
 
-def causal_mask(first_query: int, num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor:
-    """Return [C, S] bool: query `first_query + i` sees the keys up to its own position."""
-    positions = torch.arange(first_query, first_query + num_queries, device=device)
-    return torch.arange(num_keys, device=device) <= positions[:, None]
-
-
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keep: torch.Tensor | None, scale: float | None
 ) -> torch.Tensor:
@@ -126,7 +75,7 @@ def attend(
         query: [B, C, N, D_qk].
         key: [B, S, G, D_qk], where G divides N and each key head serves N / G query heads.
         value: [B, S, G, D_v].
-        keep: [B or 1, C, S] bool, at least one key per query; None: causal, so that the last query sees all keys, the
+        keep: [B, C, S] bool, at least one key per query; None: causal, so that the last query sees all keys, the
             one before it all but the last, and so on.
         scale: Factor on the dot products; None: 1 / sqrt(D_qk).
 
@@ -167,7 +116,7 @@ def attend_in_chunks(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    select: Selector | None,
+    places: torch.Tensor | None,
     num_dense: int,
     scale: float,
     chunk_tokens: int,
@@ -178,7 +127,8 @@ def attend_in_chunks(
         query: [B, Q, N, D_qk], the last Q queries.
         key: [B, S, N, D_qk].
         value: [B, S, N, D_v].
-        select: Selects the keys that each query of a chunk attends to; None: all before it.
+        places: [B, Q, K], positions of the keys that each query attends to, at least one; -1 stands for none. None: all
+            keys before it.
         num_dense: Number of first positions that attend to all keys before them, whatever the scores.
         scale: Factor on the dot products.
         chunk_tokens: Maximum queries per chunk and sequence.
@@ -187,7 +137,7 @@ def attend_in_chunks(
         [B, Q, N, D_v].
     """
     longest, before = key.shape[1], key.shape[1] - query.shape[1]
-    if select is None or num_dense >= longest:
+    if places is None or num_dense >= longest:
         return attend(query, key, value, None, scale)
     step = queries_at_a_time(longest, chunk_tokens, query.device)
     # A short remainder is not worth a separate call.
@@ -197,9 +147,17 @@ def attend_in_chunks(
         parts.append(attend(query[:, : first - before], key[:, :first], value[:, :first], None, scale))
     for start in range(first, longest, step):
         end = min(start + step, longest)
-        chunk = query[:, start - before : end - before]
-        parts.append(attend(chunk, key[:, :end], value[:, :end], select(start, end), scale))
+        chunk = slice(start - before, end - before)
+        keep = mask_of_places(places[:, chunk], end)
+        parts.append(attend(query[:, chunk], key[:, :end], value[:, :end], keep, scale))
     return torch.cat(parts, dim=1)
+
+
+def mask_of_places(places: torch.Tensor, num_keys: int) -> torch.Tensor:
+    """Return [B, Q, S] bool: the keys at `places` [B, Q, K]; -1 stands for none."""
+    column = places.long()
+    keep = torch.zeros(*places.shape[:2], num_keys + 1, dtype=torch.bool, device=places.device)
+    return keep.scatter_(-1, column.masked_fill_(column < 0, num_keys), True)[..., :num_keys]
 
 
 def queries_at_a_time(longest: int, chunk_tokens: int, device: torch.device) -> int:
