@@ -1,11 +1,13 @@
-"""Claims about an update's speed: the same rollout to the same updated weights, beside TRL and a plain loop.
+"""Claims about an update's speed and memory: the same rollout to the same updated weights, beside TRL and plain loops.
 
-Ours, TRL at its fastest, and a loop over transformers' model with samples sorted by length make updates in turn, each
-in a process of its own with the same threads, precision and allocator; the others wait meanwhile. TRL's micro-batch
-and checkpointing are what a round or two of each setting find fastest. Tokens are those of responses, not padding.
-Run from the repository's root, on a machine that does nothing else:
+Each side makes updates in turn, in a process of its own with the same threads, precision and allocator; the others wait
+meanwhile. The peers are three loops over transformers' model (padded, one sequence at a time, packed with attention
+sequence by sequence) and TRL. TRL's micro-batch and checkpointing, the loops' experts and the token budget of padded
+and packed micro-batches are what one or two updates of each setting find fastest. Ours has rows as long as the longest
+sequence, as the loop that takes one at a time. Run from the repository's root:
 
-    python -m benchmarks.trainer --model moe
+    python -m benchmarks.trainer
+    python -m benchmarks.trainer --models moe --lengths short --trl
 """
 
 from __future__ import annotations
@@ -20,74 +22,110 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from benchmarks.claims import report, start
-from benchmarks.trainer_sides import GROUP, LONGEST, MODELS, PROMPT_TOKENS, SIDES, Task, Update
+from benchmarks.trainer_sides import GROUP, LONGEST, LOOPS, MODELS, SIDES, Task, Update
 from tests.support.tiny_checkpoint import make_random_checkpoint
 
-from posttrain.plan.sizing.flops import sequence_flops
-
-NUM_RESPONSES, THREADS = 16, 2
-GOALS = {"mixed": {"trl": 2.0, "plain": 1.2}, "equal": {"trl": 1.0, "plain": 1.0}}
+THREADS = 2
 TOKENS_OF_A_ROW = 4096
+# Ratios of the fastest loop and of TRL to ours, and of our peak memory to that of the loop without padding.
+FASTEST, MEAN, TRL, MEMORY = 1.0, 1.1, 2.5, 1.1
 
 
-def main() -> None:
-    """Measure, print a table, and a line of JSON for each claim."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=sorted(MODELS), default="moe")
-    parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--one-trl", action="store_true", help="TRL with 2 a micro-batch, without checkpointing")
-    options = parser.parse_args()
-    for name, lengths in {"mixed": mixed_lengths(), "equal": (384,) * NUM_RESPONSES}.items():
-        sides = {side: Task(side, options.model, lengths, TOKENS_OF_A_ROW) for side in ("ours", "plain")}
-        sides["trl"] = (
-            Task("trl", options.model, lengths, 2) if options.one_trl else fastest_trl(options.model, lengths)
-        )
-        measured = alternate(sides, options.pairs)
-        print_table(name, sides, measured)
-        for side, goal in GOALS[name].items():
-            pairs = zip(measured[side], measured["ours"], strict=True)
-            ratio = statistics.median(theirs["seconds"] / ours["seconds"] for theirs, ours in pairs)
-            report(f"{options.model}, {name} lengths: tokens per second over {side}'s", ratio, goal, at_least=True)
-
-
-def quick() -> None:
-    """Each side makes one update of a tiny model, in this process."""
-    norms: dict[str, float | None] = {}
-    lengths = (8, 12) * (GROUP // 2)
-    for side in SIDES:
-        task = Task(side, "tiny", lengths, GROUP if side == "trl" else TOKENS_OF_A_ROW)
-        with tempfile.TemporaryDirectory() as folder:
-            source = Path(folder) / "hf"
-            tensors = make_random_checkpoint(source, MODELS["tiny"])
-            SIDES[side](task, source, tensors, partial(once, norms, side))
-    require_same_work(norms)
-    report("sides that have made an update", len(norms), len(SIDES), at_least=True)
-
-
-def once(norms: dict[str, float | None], side: str, update: Update) -> None:
-    """Make one update, and note its gradient norm."""
-    norms[side] = update()
+def lognormal_lengths(num_responses: int, mean: float, spread: float, longest: int, seed: int) -> tuple[int, ...]:
+    """Return log-normal lengths, as answers to mathematical problems have them, cut at a limit."""
+    source = random.Random(seed)
+    return tuple(min(max(int(source.lognormvariate(mean, spread)), 16), longest) for _ in range(num_responses))
 
 
 def mixed_lengths() -> tuple[int, ...]:
-    """Return log-normal lengths, as answers to mathematical problems have them, cut at the limit."""
-    source = random.Random(11)
-    return tuple(min(max(int(source.lognormvariate(5.4, 0.9)), 16), LONGEST) for _ in range(NUM_RESPONSES))
+    """Return 16 lengths."""
+    return lognormal_lengths(16, 5.4, 0.9, LONGEST, 11)
+
+
+# Response tokens / longest: 1,224 / 361, 2,857 / 925, 5,161 / 1,336.
+LENGTHS = {
+    "short": lognormal_lengths(8, 4.9, 0.7, LONGEST, 0),
+    "medium": lognormal_lengths(8, 5.7, 0.8, LONGEST, 0),
+    "mixed": mixed_lengths(),
+}
+# The update of `make demo`: 128 samples of 28 prompt and 5 response tokens, on 4,352 tokens a row.
+DEMO_LENGTHS, DEMO_PROMPT, DEMO_ROW = (5,) * 128, 28, 4352
+
+
+def main() -> None:
+    """Measure every cell, print a table of each, and a line of JSON for each claim."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=["moe", "moe16", "dense", "dense_wide"])
+    parser.add_argument("--lengths", nargs="+", choices=sorted(LENGTHS), default=list(LENGTHS))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=THREADS)
+    parser.add_argument("--trl", action="store_true", help="TRL, too, at its fastest of ten settings")
+    options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    ratios = []
+    for model in options.models:
+        for name in ["demo"] if model == "demo" else options.lengths:
+            ratios.append(measure(f"{model}, {name}", cell(model, name, options.trl), options.rounds))
+    if len(ratios) > 1:
+        report(
+            "geometric mean of the fastest loop's CPU seconds over ours", statistics.geometric_mean(ratios), MEAN, True
+        )
+
+
+def cell(model: str, name: str, with_trl: bool) -> dict[str, Task]:
+    """Return the sides of one model and distribution of lengths, each with its fastest settings."""
+    if model == "demo":
+        ours = Task("ours", model, DEMO_LENGTHS, DEMO_ROW, prompt_tokens=DEMO_PROMPT)
+        rows = [DEMO_ROW]
+    else:
+        longest = Task.prompt_tokens + max(LENGTHS[name])
+        ours = Task("ours", model, LENGTHS[name], longest)
+        rows = [longest, TOKENS_OF_A_ROW]
+    kinds = ["grouped_mm", "eager"] if MODELS[model].n_routed_experts else ["eager"]
+    tasks = {"ours": ours}
+    for side in LOOPS:
+        tried = [(row, kind) for row in (rows[:1] if side == "single" else rows) for kind in kinds]
+        tasks[side] = fastest(replace(ours, side=side, micro_batch=row, experts=kind) for row, kind in tried)
+    if with_trl:
+        settings = [(size, again) for size in (1, 2, 4, 8, 16) for again in (False, True)]
+        trl = replace(ours, side="trl", experts=kinds[0])
+        tasks["trl"] = fastest(replace(trl, micro_batch=size, checkpointing=again) for size, again in settings)
+    return tasks
+
+
+def fastest(tasks: Iterable[Task]) -> Task:
+    """Return the settings whose update takes the least CPU time, of two; hopeless ones get one."""
+    seconds: dict[Task, float] = {}
+    for task in tasks:
+        side = Side(task)
+        seconds[task] = side.update()["cpu"]
+        if seconds[task] < 1.5 * min(seconds.values()):
+            seconds[task] = min(seconds[task], side.update()["cpu"])
+        side.end()
+        print(f"tried {describe(task)}: {seconds[task]:.2f} s of CPU", flush=True)
+    return min(seconds, key=lambda task: seconds[task])
+
+
+def describe(task: Task) -> str:
+    """Return a side's settings in words."""
+    words = f"{task.side}, {task.micro_batch} {'samples' if task.side == 'trl' else 'tokens'} a micro-batch"
+    if task.side != "ours" and MODELS[task.model].n_routed_experts:
+        words += f", experts by {task.experts}"
+    return words + (", checkpointing" if task.checkpointing else "")
 
 
 class Side:
     """A side's process."""
 
     def __init__(self, task: Task):
-        environment = {**os.environ, "OMP_NUM_THREADS": str(THREADS), "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+        environment = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
         words = ["-W", "ignore", "-m", "benchmarks.trainer_sides", json.dumps(dataclasses.asdict(task))]
         self._process = subprocess.Popen(
             [sys.executable, *words], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -115,20 +153,7 @@ class Side:
         self._process.wait()
 
 
-def fastest_trl(model: str, lengths: tuple[int, ...]) -> Task:
-    """Return TRL's settings with the fastest update of two; hopeless ones get one."""
-    seconds: dict[Task, float] = {}
-    for task in [Task("trl", model, lengths, size, again) for size in (1, 2, 4, 8, 16) for again in (False, True)]:
-        side = Side(task)
-        seconds[task] = side.update()["seconds"]
-        if seconds[task] < 2 * min(seconds.values()):
-            seconds[task] = min(seconds[task], side.update()["seconds"])
-        side.end()
-        print(f"TRL, {task.micro_batch:2} a micro-batch, checkpointing {task.checkpointing}: {seconds[task]:.1f} s")
-    return min(seconds, key=lambda task: seconds[task])
-
-
-def alternate(tasks: dict[str, Task], num_rounds: int) -> dict[str, list[dict[str, Any]]]:
+def alternate(tasks: Mapping[str, Task], num_rounds: int) -> dict[str, list[dict[str, Any]]]:
     """Return what each side measured, in turns after one that is not counted."""
     sides = {name: Side(task) for name, task in tasks.items()}
     first = {name: side.update()["norm"] for name, side in sides.items()}
@@ -143,35 +168,51 @@ def alternate(tasks: dict[str, Task], num_rounds: int) -> dict[str, list[dict[st
 
 
 def require_same_work(norms: Mapping[str, float | None]) -> None:
-    """Fail unless the gradient norms of the first update agree; TRL tells none."""
+    """Fail unless the gradient norms of the first update agree; TRL gives none."""
     known = [norm for norm in norms.values() if norm is not None]
     assert math.isclose(min(known), max(known), rel_tol=0.01), f"the sides do different work: {norms}"
 
 
-def print_table(name: str, tasks: dict[str, Task], measured: dict[str, list[dict[str, Any]]]) -> None:
-    """Print seconds, tokens per second, and the share of the machine's products that the necessary work takes."""
-    task = tasks["ours"]
-    needed = sum(sequence_flops(MODELS[task.model], PROMPT_TOKENS + n).training(False) for n in task.lengths)
-    rate = sgemm_rate()
-    tokens = sum(task.lengths)
-    print(f"\n{name} lengths: {tokens} tokens, {needed / 1e9:.0f} GFLOP; sgemm {rate / 1e9:.0f} GFLOP/s")
-    for side, rounds in measured.items():
-        seconds, cpu = (statistics.median(row[clock] for row in rounds) for clock in ("seconds", "cpu"))
-        speed = f"{tokens / seconds:8.0f} tokens/s  {needed / seconds / rate:5.1%} of sgemm"
-        settings = f"{tasks[side].micro_batch} a micro-batch, checkpointing {tasks[side].checkpointing}"
-        print(f"{side:6} {seconds:7.2f} s  cores {cpu:7.2f} s {speed}  ({settings})")
+def measure(name: str, tasks: Mapping[str, Task], num_rounds: int) -> float:
+    """Measure a cell, print its table and claims, and return the fastest loop's CPU seconds over ours."""
+    measured = alternate(tasks, num_rounds)
+    tokens = sum(tasks["ours"].lengths)
+    print(f"\n{name} lengths: {len(tasks['ours'].lengths)} responses, {tokens} tokens")
+    middle = {
+        side: {key: statistics.median(row[key] for row in rows) for key in ("seconds", "cpu", "peak_mib")}
+        for side, rows in measured.items()
+    }
+    for side, values in middle.items():
+        speed = f"{values['seconds']:7.2f} s, CPU {values['cpu']:7.2f} s, {tokens / values['cpu']:7.0f} tokens/CPU s"
+        print(f"{side:7} {speed}, peak {values['peak_mib']:6.0f} MiB  ({describe(tasks[side])})", flush=True)
+    loops = {clock: min(middle[side][clock] for side in LOOPS) for clock in ("cpu", "seconds")}
+    ratios = {clock: theirs / middle["ours"][clock] for clock, theirs in loops.items()}
+    report(f"{name}: the fastest loop's CPU seconds over ours", ratios["cpu"], FASTEST, at_least=True)
+    report(f"{name}: the fastest loop's wall seconds over ours", ratios["seconds"], FASTEST, at_least=True)
+    memory = middle["ours"]["peak_mib"] / middle["single"]["peak_mib"]
+    report(f"{name}: peak memory over that of one sequence at a time", memory, MEMORY)
+    if "trl" in middle:
+        report(f"{name}: TRL's CPU seconds over ours", middle["trl"]["cpu"] / middle["ours"]["cpu"], TRL, at_least=True)
+    return ratios["cpu"]
 
 
-def sgemm_rate() -> float:
-    """Return the operations per second of a product of FP32 matrices, median of 5."""
-    torch.set_num_threads(THREADS)
-    a, b = torch.randn(2, 2048, 2048)
-    seconds = []
-    for _ in range(6):
-        started = time.perf_counter()
-        a @ b
-        seconds.append(time.perf_counter() - started)
-    return 2 * 2048**3 / statistics.median(seconds[1:])
+def quick() -> None:
+    """Each side makes one update of a tiny model, in this process."""
+    norms: dict[str, float | None] = {}
+    lengths = (8, 12) * (GROUP // 2)
+    for side in SIDES:
+        task = Task(side, "tiny", lengths, GROUP if side == "trl" else TOKENS_OF_A_ROW)
+        with tempfile.TemporaryDirectory() as folder:
+            source = Path(folder) / "hf"
+            tensors = make_random_checkpoint(source, MODELS["tiny"])
+            SIDES[side](task, source, tensors, partial(once, norms, side))
+    require_same_work(norms)
+    report("sides that have made an update", len(norms), len(SIDES), at_least=True)
+
+
+def once(norms: dict[str, float | None], side: str, update: Update) -> None:
+    """Make one update, and note its gradient norm."""
+    norms[side] = update()
 
 
 if __name__ == "__main__":

@@ -14,54 +14,63 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from tests.support.hub_tensors import fill
-from tests.support.megatron_single import initialize_single_rank, test_config
+from tests.support.megatron_single import CONFIG_DIR, initialize_single_rank, test_config
 from tests.support.tiny_checkpoint import TINY, TINY_QWEN3, make_random_checkpoint
 
 from posttrain.config.schema import Architecture
+from posttrain.plan.resolve import resolve
 from posttrain.types import Prompt, Sample, SampleGroup
 
-GROUP, PROMPT_TOKENS, LONGEST = 8, 83, 1536
+GROUP, LONGEST = 8, 1536
 LR, CLIP = 1e-5, 1.0
-# 24 and 26 million parameters.
+# Keys of `trainer_loops.BATCHINGS`, which this module must not import before the memory of imports is known.
+LOOPS = ("padded", "single", "packed")
+_EXPERTS = dataclasses.replace(
+    TINY,
+    vocab_size=8192,
+    hidden_size=256,
+    num_hidden_layers=6,
+    intermediate_size=1024,
+    moe_intermediate_size=512,
+    n_routed_experts=8,
+    num_attention_heads=8,
+    q_lora_rank=128,
+    kv_lora_rank=64,
+    qk_nope_head_dim=32,
+    qk_rope_head_dim=16,
+    v_head_dim=32,
+    index_head_dim=32,
+    index_topk=256,
+    num_nextn_predict_layers=0,
+    max_position_embeddings=2048,
+)
+_DENSE = dataclasses.replace(
+    TINY_QWEN3,
+    vocab_size=8192,
+    hidden_size=448,
+    num_hidden_layers=8,
+    intermediate_size=1536,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=64,
+    max_position_embeddings=2048,
+)
+# "tiny" is for the quick form, "demo" what `make demo` trains; the others have 24, 31, 26 and 35 million parameters.
 MODELS: dict[str, Architecture] = {
-    # For the quick form.
     "tiny": TINY_QWEN3,
-    "moe": dataclasses.replace(
-        TINY,
-        vocab_size=8192,
-        hidden_size=256,
-        num_hidden_layers=6,
-        intermediate_size=1024,
-        moe_intermediate_size=512,
-        n_routed_experts=8,
-        num_attention_heads=8,
-        q_lora_rank=128,
-        kv_lora_rank=64,
-        qk_nope_head_dim=32,
-        qk_rope_head_dim=16,
-        v_head_dim=32,
-        index_head_dim=32,
-        index_topk=256,
-        num_nextn_predict_layers=0,
-        max_position_embeddings=2048,
+    "demo": resolve({"model": "tiny", "site": "local"}, CONFIG_DIR).config.model.architecture,
+    "moe": _EXPERTS,
+    "moe16": dataclasses.replace(
+        _EXPERTS, vocab_size=16384, moe_intermediate_size=288, n_routed_experts=16, num_experts_per_tok=4
     ),
-    "dense": dataclasses.replace(
-        TINY_QWEN3,
-        vocab_size=8192,
-        hidden_size=448,
-        num_hidden_layers=8,
-        intermediate_size=1536,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-        max_position_embeddings=2048,
-    ),
+    "dense": _DENSE,
+    "dense_wide": dataclasses.replace(_DENSE, vocab_size=16384, num_hidden_layers=10),
 }
 
 
@@ -82,6 +91,8 @@ class Task:
     lengths: tuple[int, ...]
     micro_batch: int
     checkpointing: bool = False
+    prompt_tokens: int = 83
+    experts: str = "grouped_mm"
 
 
 def rollout(task: Task) -> list[SampleGroup]:
@@ -90,7 +101,7 @@ def rollout(task: Task) -> list[SampleGroup]:
     draw = lambda count: tuple(source.randrange(2, vocab) for _ in range(count))  # noqa: E731
     groups = []
     for place in range(0, len(task.lengths), GROUP):
-        prompt = draw(PROMPT_TOKENS)
+        prompt = draw(task.prompt_tokens)
         samples = [
             Sample(place, i, prompt, draw(length), (-9.0,) * length, "stop", 0, float(source.random() < 0.5))
             for i, length in enumerate(task.lengths[place : place + GROUP])
@@ -115,6 +126,7 @@ Update = Callable[[], float | None]
 
 def serve(update: Update) -> None:
     """Make an update for every line of the standard input."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     print(json.dumps("ready"), flush=True)
     for _ in sys.stdin:
         clock = Clock()
@@ -129,9 +141,26 @@ class Clock:
         self._started = time.perf_counter(), time.process_time()
 
     def tell(self, norm: float | None) -> None:
-        """Print them, with the gradient norm of what was done meanwhile."""
+        """Print them, with the gradient norm of what was done meanwhile and the peak memory so far."""
         wall, cpu = time.perf_counter() - self._started[0], time.process_time() - self._started[1]
-        print(json.dumps({"seconds": wall, "cpu": cpu, "norm": norm}), flush=True)
+        peak = resident_mib("VmHWM") - imported_mib
+        print(json.dumps({"seconds": wall, "cpu": cpu, "norm": norm, "peak_mib": peak}), flush=True)
+
+
+# Memory after imports; peaks are counted from here.
+imported_mib = 0.0
+
+
+def note_imports() -> None:
+    """Note the memory at the end of a side's imports."""
+    global imported_mib
+    imported_mib = resident_mib("VmRSS")
+
+
+def resident_mib(field: str) -> float:
+    """Return this process's memory: "VmRSS" now, "VmHWM" at its peak."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1024
 
 
 # ---- ours ----
@@ -145,6 +174,7 @@ def serve_ours(task: Task, source: Path, tensors: dict[str, torch.Tensor], answe
     from posttrain.rl.megatron_backend.weights import HubWeights
     from posttrain.rl.training.batch import make_updates
 
+    note_imports()
     config = test_config(MODELS[task.model])
     changes: dict[str, dict[str, Any]] = {
         "trainer": {
@@ -176,14 +206,15 @@ def serve_ours(task: Task, source: Path, tensors: dict[str, torch.Tensor], answe
     answer(update)
 
 
-# ---- a loop over transformers' model ----
+# ---- loops over transformers' model ----
 
 
 def reference_model(task: Task, source: Path) -> torch.nn.Module:
     """Return the same weights in transformers."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    options = {"experts_implementation": task.experts} if MODELS[task.model].n_routed_experts else {}
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **options)
     if task.checkpointing:
         model.gradient_checkpointing_enable()
     for name, parameter in model.named_parameters():
@@ -191,50 +222,12 @@ def reference_model(task: Task, source: Path) -> torch.nn.Module:
     return model.train()
 
 
-def serve_plain(task: Task, source: Path, _: dict[str, torch.Tensor], answer: Callable[[Update], None]) -> None:
-    """What one writes in an afternoon: sorted by length, padded micro-batches, AdamW."""
-    model, groups = reference_model(task, source), rollout(task)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=0.0)
-    samples = [sample for group in groups for sample in group.samples]
-    values = [value for group in groups for value in advantages([s.reward or 0.0 for s in group.samples])]
-    num_tokens = sum(task.lengths)
+def serve_loop(task: Task, source: Path, _: dict[str, torch.Tensor], answer: Callable[[Update], None]) -> None:
+    """What one writes in an afternoon: micro-batches as the side is named, AdamW."""
+    from benchmarks.trainer_loops import make_update
 
-    def update() -> float:
-        optimizer.zero_grad()
-        for members in padded_micro_batches([s.num_tokens for s in samples], task.micro_batch):
-            longest = max(samples[i].num_tokens for i in members)
-            ids, mask = torch.zeros(2, len(members), longest, dtype=torch.long)
-            keep = torch.zeros(len(members), longest - 1)
-            for row, i in enumerate(members):
-                tokens = torch.tensor((*samples[i].prompt_tokens, *samples[i].response_tokens))
-                ids[row, : len(tokens)], mask[row, : len(tokens)] = tokens, 1
-                keep[row, PROMPT_TOKENS - 1 : len(tokens) - 1] = values[i] / num_tokens
-            logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
-            logprobs = -torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
-            (-(logprobs - logprobs.detach()).exp() * keep).sum().backward()
-        norm = torch.nn.utils.clip_grad_norm_(trained, CLIP)
-        optimizer.step()
-        return float(norm)
-
-    answer(update)
-
-
-def advantages(rewards: Sequence[float]) -> list[float]:
-    """Return GRPO's advantages of a group."""
-    values = torch.tensor(rewards)
-    return ((values - values.mean()) / (values.std() + 1e-6)).tolist()
-
-
-def padded_micro_batches(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
-    """Yield samples of neighbouring length whose padded block keeps the budget."""
-    members: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if members and (len(members) + 1) * lengths[members[0]] > max_tokens:
-            yield members
-            members = []
-        members.append(index)
-    yield members
+    note_imports()
+    answer(make_update(reference_model(task, source), rollout(task), task.side, task.micro_batch, LR, CLIP))
 
 
 # ---- TRL ----
@@ -248,6 +241,7 @@ def serve_trl(task: Task, source: Path, _: dict[str, torch.Tensor], answer: Call
 
     from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
 
+    note_imports()
     model, groups = reference_model(task, source), rollout(task)
     samples = [sample for group in groups for sample in group.samples]
 
@@ -307,7 +301,7 @@ def serve_trl(task: Task, source: Path, _: dict[str, torch.Tensor], answer: Call
         answer(lambda: trainer.train() and None)
 
 
-SIDES = {"ours": serve_ours, "plain": serve_plain, "trl": serve_trl}
+SIDES = {"ours": serve_ours, "trl": serve_trl, **dict.fromkeys(LOOPS, serve_loop)}
 
 if __name__ == "__main__":
     main()

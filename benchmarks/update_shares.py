@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from benchmarks.claims import report, start
 from benchmarks.trainer import TOKENS_OF_A_ROW, mixed_lengths
-from benchmarks.trainer_sides import GROUP, MODELS, PROMPT_TOKENS, Task, Update, serve_ours
+from benchmarks.trainer_sides import GROUP, MODELS, Task, Update, serve_ours
 from tests.support.tiny_checkpoint import make_random_checkpoint
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -89,7 +89,7 @@ def _measure(update: Update, lengths: tuple[int, ...]) -> None:
 
 def _scores_of_blocks(lengths: tuple[int, ...]) -> float:
     """Return the squares of blocks over those of their sequences, of a row of all samples."""
-    samples = [PROMPT_TOKENS + length for length in lengths]
+    samples = [Task.prompt_tokens + length for length in lengths]
     blocks = packed._blocks(samples)
     return sum(len(block) * samples[block[0]] ** 2 for block in blocks) / sum(length**2 for length in samples)
 
