@@ -31,7 +31,7 @@ def test_two_chunks_of_each_size_are_seen_and_count_for_the_others() -> None:
     few = few_of_alike(logit_chunks, recorder)
     seen = []
     with recorder.phase("train") as phase:
-        for rows, logits in few(torch.ones(19, 2), torch.ones(5, 2), 1.0, 4):
+        for rows, logits in few(torch.ones(19, 2), torch.ones(5, 2), 1.0, 4, torch.empty(4, 5)):
             seen.append(rows)
             recorder.kernel(flops=len(logits), moved=0)
     assert seen == [slice(0, 4), slice(4, 8), slice(16, 19)]
@@ -46,7 +46,7 @@ def test_what_a_chunk_leaves_behind_is_there_once() -> None:
         yield from ((slice(i, i + 1), torch.ones(1)) for i in range(5))
 
     with recorder.phase("train") as phase:
-        for rows, _ in few_of_alike(chunks, recorder)(torch.ones(5), torch.ones(1), 1.0, 1):
+        for rows, _ in few_of_alike(chunks, recorder)(torch.ones(5), torch.ones(1), 1.0, 1, torch.empty(1)):
             recorder.allocated(rows.start + 1, 3 * BLOCK, "cuda")
             recorder.freed(rows.start)
             recorder.allocated(100, BLOCK, "cuda")

@@ -69,7 +69,7 @@ def _like_part(served: Fp8Format, values: torch.Tensor, corner: tuple[int, ...],
     return served.strategy, served.scale, values.shape, values.dtype, within_block, magnitudes is None
 
 
-Chunks = Callable[[torch.Tensor, torch.Tensor, float, int], Iterator[tuple[slice, torch.Tensor]]]
+Chunks = Callable[[torch.Tensor, torch.Tensor, float, int, torch.Tensor], Iterator[tuple[slice, torch.Tensor]]]
 
 
 def few_of_alike(chunks: Chunks, recorder: Recorder) -> Chunks:
@@ -83,10 +83,10 @@ def few_of_alike(chunks: Chunks, recorder: Recorder) -> Chunks:
     """
 
     def few(
-        hidden: torch.Tensor, words: torch.Tensor, temperature: float, chunk_size: int
+        hidden: torch.Tensor, words: torch.Tensor, temperature: float, chunk_size: int, room: torch.Tensor
     ) -> Iterator[tuple[slice, torch.Tensor]]:
         seen: dict[int, list[Phase]] = defaultdict(list)
-        for rows, logits in chunks(hidden, words, temperature, chunk_size):
+        for rows, logits in chunks(hidden, words, temperature, chunk_size, room):
             alike = seen[len(logits)]
             if len(alike) == 2:
                 recorder.repeat(alike[-1])

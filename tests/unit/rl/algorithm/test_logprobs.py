@@ -133,6 +133,56 @@ def test_chunks_do_not_keep_logits(case):
     assert _saved_bytes(case, 64) <= logits_bytes / 20
 
 
+class _LogitRows(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts the tokens whose logits are computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if operation is torch.ops.aten.mm.out and args[1].shape == (HIDDEN, VOCABULARY):
+            self.rows += len(args[0])
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("chunk_size", "num_recomputed"), [(TOKENS, 0), (2 * TOKENS, 0), (1000, 1000), (300, 900)])
+def test_the_last_chunk_is_computed_once(case, chunk_size, num_recomputed):
+    hidden, weight = (tensor.clone().requires_grad_() for tensor in case[:2])
+    with _LogitRows() as counted:
+        chunked_logprobs(hidden, weight, case[2], 0.9, chunk_size)[0].sum().backward()
+    assert counted.rows == TOKENS + num_recomputed
+
+
+def test_a_kept_chunk_has_the_gradient_of_a_recomputed_one(case):
+    half = TOKENS // 2
+    grads = []
+    for tokens in (slice(0, TOKENS), slice(0, half), slice(half, TOKENS)):
+        hidden = case[0][tokens].clone().requires_grad_()
+        chunked_logprobs(hidden, case[1], case[2][tokens], 0.9, half)[0].sum().backward()
+        grads.append(hidden.grad)
+    assert torch.equal(grads[0], torch.cat(grads[1:]))
+
+
+@pytest.mark.parametrize("chunk_size", [64, TOKENS])
+def test_the_gradient_of_the_matrix_is_added_where_it_is_asked_for(case, chunk_size):
+    hidden, weight = (tensor.clone().requires_grad_() for tensor in case[:2])
+    chunked_logprobs(hidden, weight, case[2], 0.9, chunk_size)[0].sum().backward()
+    sums = torch.ones_like(weight)
+    again = case[1].clone().requires_grad_()
+    chunked_logprobs(case[0], again, case[2], 0.9, chunk_size, weight_grad=sums)[0].sum().backward()
+    assert again.grad is None
+    assert (sums - 1 - weight.grad).abs().max() <= 1e-6 * weight.grad.abs().max()
+
+
+def test_the_backward_pass_runs_once(case):
+    hidden = case[0].clone().requires_grad_()
+    logprobs, _ = chunked_logprobs(hidden, case[1], case[2], 0.9, 64)
+    logprobs.sum().backward(retain_graph=True)
+    with pytest.raises(AssertionError, match="runs once"):
+        logprobs.sum().backward()
+
+
 class _LargestTensor(torch.utils._python_dispatch.TorchDispatchMode):
     """Records the largest tensor that any operation returns, in the backward pass too."""
 

@@ -6,9 +6,10 @@
 
 Logits of T tokens are the largest activation of a step: 32,768 tokens x 154,880 words are 18.9 GiB in FP32, and the
 softmax for the backward pass is as large again. So tokens are processed in chunks. The forward pass keeps the largest
-logit and the sum of exponentials of each token. The backward pass recomputes a chunk's logits, turns them into their
-gradient in place, and accumulates the gradients of hidden states and matrix. Only one tensor of [chunk, V] exists at a
-time. The cost is one more product with the output matrix.
+logit and the sum of exponentials of each token. The backward pass turns a chunk's logits into their gradient in place,
+and accumulates the gradients of hidden states and matrix. Only one tensor of [chunk, V] exists at a time: it holds the
+last chunk from the forward to the backward pass, which recomputes the other chunks in it. So a row that fits into one
+chunk is not computed twice; every other chunk costs one more product with the output matrix.
 
 The temperature is that of sampling, because the trained policy must be the one that sampled.
 Shapes: T tokens, H hidden size, V vocabulary (this rank's rows of it).
@@ -52,6 +53,7 @@ def chunked_logprobs(
     temperature: float,
     chunk_size: int,
     shard: VocabularyShard | None = None,
+    weight_grad: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-probability of each target, and the entropy at its position, from the last hidden states.
 
@@ -63,6 +65,7 @@ def chunked_logprobs(
         chunk_size: Tokens whose logits exist at a time; at least 1.
         shard: The words of the matrix rows; None: all, in order. Under tensor parallelism the gradient of the hidden
             states is this rank's part of a sum.
+        weight_grad: [V, H] fp32, to which the backward pass adds the gradient of the matrix; autograd then gets none.
 
     Returns:
         [T] fp32 with a gradient, and [T] fp32 without; the same for every chunk size.
@@ -75,7 +78,7 @@ def chunked_logprobs(
     assert temperature > 0, f"temperature is {temperature}"
     assert len(targets) == len(hidden), f"{len(targets)} targets for {len(hidden)} tokens"
     shard = shard or VocabularyShard(0, len(weight))
-    return _ChunkedLogprobs.apply(hidden, weight, targets, temperature, chunk_size, shard)
+    return _ChunkedLogprobs.apply(hidden, weight, targets, temperature, chunk_size, shard, weight_grad)
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -88,58 +91,75 @@ class _ChunkedLogprobs(torch.autograd.Function):
         temperature: float,
         chunk_size: int,
         shard: VocabularyShard,
+        weight_grad: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         words = weight[: shard.num_words]
         # A rank without real words contributes nothing, whatever the other ranks' largest logit is.
         largest = hidden.new_full((len(hidden),), torch.finfo(torch.float32).min, dtype=torch.float32)
         total, product, chosen = (torch.zeros_like(largest) for _ in range(3))
-        for rows, logits in logit_chunks(hidden, words, temperature, chunk_size):
+        room = _room_for_logits(hidden, words, chunk_size)
+        for rows, logits in logit_chunks(hidden, words, temperature, chunk_size, room):
             largest[rows] = logits.amax(-1)
             logits.sub_(largest[rows, None])
             chosen[rows] = logits.gather(1, _column(targets[rows], shard)).squeeze(1)
-            block = -(-len(logits) // BLOCKS_PER_CHUNK)
-            for part, sums, products in zip(
-                logits.split(block), total[rows].split(block), product[rows].split(block), strict=True
-            ):
-                exponentials = part.exp()
-                torch.sum(exponentials, -1, out=sums)
-                torch.sum(exponentials.mul_(part), -1, out=products)
+            _exponentiate(logits, total[rows], product[rows])
         chosen *= _is_mine(targets, shard)
-        largest, total, product, chosen = _over_ranks(largest, total, product, chosen, targets, shard)
-        ctx.save_for_backward(hidden, weight, targets, largest, total)
-        ctx.settings = temperature, chunk_size, shard
+        top, total, product, chosen = _over_ranks(largest, total, product, chosen, targets, shard)
+        ctx.save_for_backward(hidden, weight, targets, largest, (largest - top).exp() / total)
+        ctx.settings = temperature, chunk_size, shard, weight_grad
+        ctx.room = room  # holds the exponentials of the last chunk
         logprobs, entropies = chosen - total.log(), total.log() - product / total
         ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, targets, largest, total = ctx.saved_tensors
-        temperature, chunk_size, shard = ctx.settings
+        hidden, weight, targets, largest, share = ctx.saved_tensors
+        temperature, chunk_size, shard, weight_grad = ctx.settings
         words = weight[: shard.num_words]
         grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        sums = weight_grad
+        if sums is None and ctx.needs_input_grad[1]:
+            sums = torch.zeros_like(weight, dtype=torch.float32)
         grad = grad / temperature
         mine = grad * _is_mine(targets, shard)
-        for rows, logits in logit_chunks(hidden, words, temperature, chunk_size):
-            logits.sub_(largest[rows, None]).exp_().mul_(-(grad[rows] / total[rows])[:, None])
+
+        def add(rows: slice, exponentials: torch.Tensor) -> None:
+            logits_grad = exponentials.mul_(-(grad[rows] * share[rows])[:, None])
             column = _column(targets[rows], shard)
-            logits.scatter_(1, column, logits.gather(1, column) + mine[rows, None])
-            logits_grad = logits.to(hidden.dtype)
+            logits_grad.scatter_(1, column, logits_grad.gather(1, column) + mine[rows, None])
+            logits_grad = logits_grad.to(hidden.dtype)
             if grad_hidden is not None:
                 torch.mm(logits_grad, words, out=grad_hidden[rows])
-            if grad_weight is not None:
-                _add_product(grad_weight[: shard.num_words], logits_grad.T, hidden[rows])
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
+            if sums is not None:
+                add_product(sums[: shard.num_words], logits_grad.T, hidden[rows])
+
+        room, ctx.room = ctx.room, None  # a second backward pass would find it overwritten
+        assert room is not None, "the backward pass of log-probabilities runs once"
+        kept = _last_chunk(len(hidden), len(words), chunk_size)
+        add(kept, room[: kept.stop - kept.start])
+        for rows, logits in logit_chunks(hidden[: kept.start], words, temperature, chunk_size, room):
+            add(rows, logits.sub_(largest[rows, None]).exp_())
+        grad_weight = sums.to(weight.dtype) if sums is not None and weight_grad is None else None
+        return grad_hidden, grad_weight, None, None, None, None, None
+
+
+def _last_chunk(num_tokens: int, num_words: int, chunk_size: int) -> slice:
+    """Return the rows of the last chunk; none where there are no logits."""
+    return slice((num_tokens - 1) // chunk_size * chunk_size, num_tokens) if num_tokens and num_words else slice(0, 0)
+
+
+def _room_for_logits(hidden: torch.Tensor, words: torch.Tensor, chunk_size: int) -> torch.Tensor:
+    """Return memory for a chunk of logits [t, V] fp32."""
+    return hidden.new_empty(min(chunk_size, len(hidden)), len(words), dtype=torch.float32)
 
 
 def logit_chunks(
-    hidden: torch.Tensor, words: torch.Tensor, temperature: float, chunk_size: int
+    hidden: torch.Tensor, words: torch.Tensor, temperature: float, chunk_size: int, room: torch.Tensor
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield each chunk's rows and its logits [t, V] fp32 divided by the temperature, in one reused buffer."""
+    """Yield each chunk's rows and its logits [t, V] fp32 divided by the temperature, in the memory of `room`."""
     if not len(hidden) or not len(words):
         return
-    room = hidden.new_empty(min(chunk_size, len(hidden)), len(words), dtype=torch.float32)
     for start in range(0, len(hidden), chunk_size):
         rows = slice(start, min(start + chunk_size, len(hidden)))
         logits = room[: rows.stop - rows.start]
@@ -148,6 +168,16 @@ def logit_chunks(
         else:
             logits.copy_(hidden[rows] @ words.T)
         yield rows, logits.div_(temperature) if temperature != 1 else logits
+
+
+def _exponentiate(logits: torch.Tensor, total: torch.Tensor, product: torch.Tensor) -> None:
+    """Replace logits [t, V] by their exponentials, and write the sums of exp(logit) and of exp(logit) logit."""
+    block = -(-len(logits) // BLOCKS_PER_CHUNK)
+    for part, sums, products in zip(logits.split(block), total.split(block), product.split(block), strict=True):
+        exponentials = part.exp()
+        torch.sum(exponentials, -1, out=sums)
+        torch.sum(part.mul_(exponentials), -1, out=products)
+        part.copy_(exponentials)
 
 
 def _is_mine(targets: torch.Tensor, shard: VocabularyShard) -> torch.Tensor:
@@ -189,7 +219,7 @@ def _over_ranks(
     return top, sums[0], sums[1], sums[2]
 
 
-def _add_product(result: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+def add_product(result: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
     """Add left @ right to an FP32 matrix; narrower inputs are multiplied as they are and accumulated in FP32."""
     if left.dtype == result.dtype:
         result.addmm_(left, right)

@@ -12,11 +12,14 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.optim.adamw import adamw as torch_adamw
 from torch.utils._device import _device_constructors
+
+from posttrain.rl.algorithm.logprobs import add_product
 
 CPU = torch.device("cpu")
 _enabled = False
@@ -44,6 +47,8 @@ def enable_cpu() -> None:
     _redirect_factories()
     _keep_split_sizes_plain()
     _exchange_parts_of_any_size()
+    _skip_collectives_without_peers()
+    _accumulate_weight_gradients()
     _provide_fused_adam()
     _accept_cpu_parameters()
     _do_without_transformer_engine()
@@ -187,6 +192,41 @@ def _exchange_parts_of_any_size() -> None:
     mappings._reduce_scatter_along_first_dim = add_up_parts
 
 
+def _skip_collectives_without_peers() -> None:
+    """Of one data-parallel rank, gloo copies whole weight and gradient buffers onto themselves."""
+    from megatron.core.distributed import param_and_grad_buffer
+
+    for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
+        setattr(param_and_grad_buffer, name, _if_there_are_peers(getattr(param_and_grad_buffer, name)))
+
+
+def _if_there_are_peers(collective: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(collective)
+    def exchange(output: torch.Tensor, given: torch.Tensor, *args: Any, group: Any, **options: Any) -> Any:
+        if group.size() == 1:
+            assert output.data_ptr() == given.data_ptr(), "a shard of one rank is the buffer itself"
+            return _Inert()
+        return collective(output, given, *args, group=group, **options)
+
+    return exchange
+
+
+def _accumulate_weight_gradients() -> None:
+    """Linear layers add weight gradients to Megatron's buffers with a kernel of Apex; use torch's product instead.
+
+    Without it, a gradient is computed in memory of its own and then added.
+    """
+    from megatron.core.tensor_parallel import layers
+
+    layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=_add_weight_gradient)
+    layers._grad_accum_fusion_available = True
+
+
+def _add_weight_gradient(total_input: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
+    """Add grad_output^T @ total_input to the FP32 gradient of a weight."""
+    add_product(main_grad, grad_output.t(), total_input)
+
+
 class FusedAdam(torch.optim.Optimizer):
     """Adam with decoupled weight decay and the interface of Apex's and Transformer Engine's FusedAdam.
 
@@ -244,6 +284,7 @@ class FusedAdam(torch.optim.Optimizer):
                 weight_decay=group["weight_decay"],
                 eps=group["eps"],
                 maximize=False,
+                fused=True,
             )
 
     def _state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -113,8 +113,9 @@ def _build_chunk(config: Config, settings: TransformerConfig, number: int) -> Lo
         if isinstance(layer, MoELayer):
             layer.register_forward_hook(_forget_routes)
     if config.hardware.device == "cpu":
+        _fuse_gradient_accumulation(model, "gradient_accumulation_fusion")
         return model
-    _fuse_gradient_accumulation(model)
+    _fuse_gradient_accumulation(model, "fuse_wgrad_accumulation")
     return model.cuda()
 
 
@@ -177,11 +178,15 @@ def _no_sync(wrapped: Sequence[DistributedDataParallel]) -> Iterator[None]:
         yield
 
 
-def _fuse_gradient_accumulation(model: torch.nn.Module) -> None:
-    """Let Transformer Engine's weight gradient GEMMs accumulate directly into Megatron's FP32 buffers.
+def _fuse_gradient_accumulation(model: torch.nn.Module, name: str) -> None:
+    """Let the weight gradient GEMMs of linear layers accumulate directly into Megatron's FP32 buffers.
 
     Megatron's flag for this also requires Apex's kernel for the output layer, whose GEMM is ours.
+
+    Args:
+        model: Megatron's model.
+        name: Attribute of Transformer Engine's layers or of Megatron's own.
     """
     for part in model.modules():
-        if hasattr(part, "fuse_wgrad_accumulation"):
-            part.fuse_wgrad_accumulation = True  # type: ignore[assignment]
+        if hasattr(part, name):
+            setattr(part, name, True)

@@ -1,8 +1,8 @@
 """The trained model: Megatron's GPTModel with log-probabilities as output instead of logits.
 
 Logits [T, V] are the largest activation of a step (32,768 tokens x 154,880 words in FP32 are 18.9 GiB). They are
-computed for `log_probs_chunk_size` tokens at a time, only for tokens in the loss mask, and recomputed in the backward
-pass.
+computed for `log_probs_chunk_size` tokens at a time, only for tokens in the loss mask, and all but the last chunk's are
+recomputed in the backward pass.
 """
 
 from __future__ import annotations
@@ -45,14 +45,20 @@ class LogprobModel(GPTModel):
             return super()._postprocess(hidden_states, *args, **kwargs)
         await_weight(self.output_layer)
         asked = (torch.ones_like(labels) if mask is None else mask).squeeze(0).nonzero().squeeze(1)
+        weight = self._output_weight()
+        # On a GPU the plan counts the output matrix's gradient as memory of its own.
+        weight_grad = getattr(weight, "main_grad", None) if weight.device.type == "cpu" else None
         answers = chunked_logprobs(
             self._enter_vocab_parallel(hidden_states).squeeze(1).index_select(0, asked),
-            self._output_weight(),
+            weight,
             labels.squeeze(0)[asked],
             self.temperature,
             self.log_probs_chunk_size,
             self._shard(),
+            weight_grad,
         )
+        if weight_grad is not None and not (self.share_embeddings_and_output_weights and self.pre_process):
+            answers = _AddedGradient.apply(answers[0], weight), answers[1]
         result = torch.zeros(2, labels.shape[1], device=labels.device)
         return kwargs["packed_seq_params"].whole(result.index_copy(1, asked, torch.stack(answers)).T).T
 
@@ -73,3 +79,21 @@ class LogprobModel(GPTModel):
         if self.config.sequence_parallel:
             return gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True)
         return copy_to_tensor_model_parallel_region(hidden_states)
+
+
+class _AddedGradient(torch.autograd.Function):
+    """Identity that announces a weight's gradient, which the backward pass adds to Megatron's buffer.
+
+    Megatron counts the weight as done when autograd has a gradient for it. The embedding gives one where it is the same
+    weight; otherwise it is this one, which is not read.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logprobs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.weight = weight
+        return logprobs.view_as(logprobs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.weight.grad_added_to_main_grad = True
+        return grad, torch.empty_like(ctx.weight)
