@@ -41,7 +41,7 @@ from posttrain.config.derived import update_bytes_at_once
 from posttrain.config.schema import Config
 from posttrain.plan.resolve import resolve
 from posttrain.plan.timing.decoding import decode_step_seconds, prefill_seconds
-from posttrain.plan.timing.rates import PROMPT_TOKENS, TOLERANCE
+from posttrain.plan.timing.rates import PROMPT_TOKENS
 from posttrain.plan.timing.rollout_of_step import engine_of
 from posttrain.plan.timing.step_time import sync_seconds
 from posttrain.rl.weight_sync.publish import served_format
@@ -65,6 +65,8 @@ CHANGED = 0.02
 DTYPES = {"BF16": "bfloat16", "F32": "float32", "F8_E4M3": "float8_e4m3fn"}
 EXPERT = re.compile(r"experts\.(\d+)\.")
 GB = 1e9
+# Share that the plan's seconds may be off by.
+MOST_OFF = 0.25
 
 
 def main() -> None:
@@ -162,7 +164,7 @@ def show_apart(config: Config, transfers: list[SliceTransfer], rate: float, besi
     report("GLM-5 on 16 + 16 nodes: seconds of the engines' update", seconds + beside, 4)
     report("GLM-5 on 16 + 16 nodes: seconds to the first token", seconds + beside + proof + token, 6)
     report("GLM-5 on 16 + 16 nodes: share of the transfer that digests add", proof / seconds, 0.05)
-    report("seconds by the plan, off by", abs(sync_seconds(config, math.inf) / seconds - 1), TOLERANCE)
+    report("seconds by the plan, off by", abs(sync_seconds(config, math.inf) / seconds - 1), MOST_OFF)
 
 
 def kernels_of_a_part() -> int:

@@ -107,13 +107,13 @@ def test_the_recipe_of_16_nodes(glm5):
     # Quantised at 65 GB/s, and half of what a link gives: 88 % of 50 GB/s.
     assert seconds["step_weight_sync"] == pytest.approx(32.5e9 / 65e9 + 32.5e9 / (0.5 * 0.88 * 50e9), rel=0.01)
     assert 0 < seconds["step_idle"] < seconds["step_rollout"] + seconds["step_train"]
-    assert seconds["step_rollout"] > 9 * seconds["step_train"]  # the longest of 64 responses decides
+    assert seconds["step_rollout"] > 8 * seconds["step_train"]  # the longest of 64 responses decides
     causes = update_causes(glm5)
     assert seconds["step_train"] == pytest.approx(sum(causes.values()), abs=0.001)
     assert list(causes.values()) == sorted(causes.values(), reverse=True)
-    # The first pass again, attention to chosen keys, stages that wait for few micro-batches, scores of all keys.
-    assert list(causes)[:4] == ["recomputation", "attention", "pipeline idle", "indexer"]
-    assert update_mfu(glm5) == pytest.approx(0.0670, abs=0.001)
+    # The first pass again, stages that wait for few micro-batches, attention to chosen keys.
+    assert list(causes)[:4] == ["recomputation", "pipeline idle", "attention", "experts"]
+    assert update_mfu(glm5) == pytest.approx(0.0560, abs=0.0005)
 
 
 def test_evaluation_is_a_rollout_of_the_held_out_prompts(resolved, glm5):

@@ -1,8 +1,7 @@
 """What machines attain of their peaks when they train: each rate with the one place it was measured at.
 
 Peaks stand in `config/hardware`; a share is taken of them. Shares measured on an H100 are taken for every GPU: few have
-been published for others. No rate here is fitted on a training run, so that those of `benchmarks/published_training.py`
-stay predictions.
+been published for others. No rate here is fitted on a training run; what those lose against these rates is in `fitted`.
 """
 
 from __future__ import annotations
@@ -99,7 +98,7 @@ def memory(hardware: Hardware) -> float:
 
 def link(hardware: Hardware, span: int) -> float:
     """Return the bytes per second that a GPU sends in a group that reaches over so many ranks."""
-    if span <= hardware.gpus_per_node:
+    if span <= _linked(hardware):
         return LINK_SHARE * hardware.gpu_link_gb_per_s * 1e9
     return NETWORK_SHARE * hardware.network_gb_per_s * 1e9 / hardware.gpus_per_node
 
@@ -115,11 +114,16 @@ def dispatch_seconds(hardware: Hardware, ranks: int, copies: int, token_bytes: f
     """
     if ranks == 1:
         return 0.0
-    if ranks <= hardware.gpus_per_node:
+    if ranks <= _linked(hardware):
         return _distinct(ranks, copies) * token_bytes / (DISPATCH_LINK_SHARE * link(hardware, ranks))
     share = _between(DISPATCH_SHARE, ranks)
     network = share * hardware.network_gb_per_s * 1e9 / hardware.gpus_per_node
     return _distinct(ranks / hardware.gpus_per_node, copies) * token_bytes / network
+
+
+def _linked(hardware: Hardware) -> int:
+    """Return the GPUs that links join, over several nodes where the machine has such a domain."""
+    return max(hardware.gpus_per_node, hardware.linked_gpus)
 
 
 def _distinct(places: float, copies: int) -> float:

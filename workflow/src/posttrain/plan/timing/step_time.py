@@ -12,7 +12,7 @@
                    engines of training, too
     idle           of the above: seconds in which an average GPU waits (`idle_time`)
 
-Sources: constants in `rates` and `attainable`. Only for GPUs: none of them was measured elsewhere.
+Sources: constants in `rates`, `attainable` and `fitted`. Only for GPUs: none of them was measured elsewhere.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from posttrain.plan.sizing.memory import BYTES, GIB
 from posttrain.plan.sizing.model_size import count_parameters, model_weights
 from posttrain.plan.sizing.storage import storage
 from posttrain.plan.timing import attainable
+from posttrain.plan.timing.fitted import FITTED
 from posttrain.plan.timing.idle_time import StepTimes, idle_gpu_seconds, job_gpus
 from posttrain.plan.timing.rates import (
     BASE64,
@@ -63,13 +64,12 @@ from posttrain.plan.timing.update_time import Trainer, forward_causes, mfu, trai
 NOT_MODELLED = (
     "step time: on a CPU; drafts that are accepted less often as the policy moves; moving caches from engines that "
     "prefill to engines that decode; several waves of requests where an engine's limit is reached or its KV cache is "
-    "full; starting a micro-batch that is too small to fill a GPU, sleeping and waking, and rewards (compare "
-    "`benchmarks/published.py`)",
+    "full; sleeping and waking, and rewards, which take published systems about half a minute a step (compare "
+    "`benchmarks/published_fit.py`)",
     "weight_sync: digests; ways through the host's memory, which are taken where trainer and engines have other "
     "versions of NCCL, with which it takes twenty times as long in a simulation of GLM-5 (`benchmarks/weight_sync.py`)",
-    "step time: rows padded to their longest sequence, kernels that take longer than their products and bytes, and "
-    "waiting for the slowest rank; rows of few tokens take up to twice as long (compare "
-    "`benchmarks/published_training.py`)",
+    "step time: rows padded to their longest sequence, and waiting for the slowest rank; what kernels lose is two "
+    "constants, fitted on published runs (`benchmarks/published_fit.py`)",
 )
 
 # Kernels of attention to chosen keys, by their names in `attainable`: cuDNN's has not been measured.
@@ -209,6 +209,7 @@ def _trainer(config: Config, num_gpus: int, stages: tuple[int, ...], parallel: P
         num_updates=updates,
         kernel=SPARSE_KERNELS.get(sparse_kernel(config).name) if work.mean_tokens > topk else None,
         recompute=config.trainer.recompute_granularity == "full",
+        fitted=FITTED,
     )
     budget = config.trainer.max_tokens_per_gpu * trainer.context
     multiple = trainer.num_stages if trainer.num_chunks > 1 else 1

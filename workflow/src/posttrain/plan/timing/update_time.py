@@ -40,6 +40,7 @@ from posttrain.plan.sizing.assumptions import ASSUMPTIONS
 from posttrain.plan.sizing.flops import head_widths, sequence_flops
 from posttrain.plan.sizing.model_size import decoder_weights
 from posttrain.plan.timing import attainable
+from posttrain.plan.timing.fitted import IDEAL, Fitted
 
 # Bytes of a weight in BF16, of a gradient and other numbers in FP32.
 P, GRADIENT, FP32 = 2, 4, 4
@@ -77,6 +78,7 @@ class Trainer:
         trains_all: False: only adapters, which cost nothing here.
         overlaps: Gradients and weights travel while others compute.
         imbalance: Rows of the busiest rank's experts over the mean.
+        fitted: What is lost against attainable rates.
     """
 
     arch: Architecture
@@ -95,6 +97,7 @@ class Trainer:
     trains_all: bool = True
     overlaps: bool = True
     imbalance: float = ASSUMPTIONS.expert_imbalance
+    fitted: Fitted = IDEAL
 
     @property
     def num_stages(self) -> int:
@@ -175,18 +178,19 @@ def _layer(trainer: Trainer, tokens: float, length: float, is_backward: bool = F
     times = (2 if trainer.trains_all else 1) if is_backward else 1
     work = 2 * shared * (dense + (0 if is_backward else indexer))
     read = P * (dense / trainer.tensor + indexer) / attainable.memory(hardware)
-    causes = {"matrices": times * max(work / attainable.gemm(hardware), read)}
+    causes = {"matrices": times * max(trainer.fitted.products * work / attainable.gemm(hardware), read)}
     attention, scores = _attention(trainer, on_rank, length)
     causes["attention"] = attention[is_backward]
     if not is_backward:
         causes["indexer"] = scores
-    causes["memory-bound kernels"] = _layer_bytes(trainer, on_rank, is_backward) / attainable.memory(hardware)
+    moved = trainer.fitted.kernel_bytes * _layer_bytes(trainer, on_rank, is_backward)
+    causes["memory-bound kernels"] = moved / attainable.memory(hardware)
     causes |= _communication(trainer, tokens)
     if routed:
         rate = attainable.experts(hardware, arch.moe_intermediate_size)
         work = 2 * shared * routed * arch.num_experts_per_tok / arch.n_routed_experts
         read = P * routed / trainer.expert / attainable.memory(hardware)
-        causes["experts"] = times * max(work / rate, read)
+        causes["experts"] = times * max(trainer.fitted.products * work / rate, read)
         # Where a rank has all experts, it has all rows of its tokens.
         excess = trainer.imbalance - 1 if trainer.expert > 1 else 0.0
         causes["imbalance of experts"] = excess * (causes["experts"] + causes["EP dispatch"])
@@ -285,7 +289,8 @@ def _output(trainer: Trainer, tokens: float, passes: int) -> float:
     logits = tokens / trainer.context * arch.vocab_size / trainer.tensor
     times = passes if trainer.trains_all else min(passes, 2)
     moved = LOGIT_BYTES * logits * (1 if passes > 1 else 0.5)
-    return times * 2 * logits * arch.hidden_size / attainable.gemm(hardware) + moved / attainable.memory(hardware)
+    products = trainer.fitted.products * times * 2 * logits * arch.hidden_size / attainable.gemm(hardware)
+    return products + moved / attainable.memory(hardware)
 
 
 def _exchange(trainer: Trainer, num_layers: int, hidden_behind: float) -> float:
