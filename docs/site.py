@@ -11,6 +11,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from pymdownx.superfences import fence_code_format
+from rejections import render_page
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("*.md", "docs/*.md", "docs/*.svg", "docs/decisions/*.md", "*/README.md")
@@ -38,7 +39,9 @@ def on_files(files: Files, config: Any) -> Files:
     paths = sorted({str(path.relative_to(ROOT)) for pattern in PAGES for path in ROOT.glob(pattern)})
     found = [File(path, str(ROOT), config.site_dir, config.use_directory_urls) for path in paths]
     theme = [file for file in files if file.src_dir != config.docs_dir]
-    return Files([*found, File.generated(config, "rules.md", content=RULES.format(graph=rule_graph())), *theme])
+    made = {"rules.md": RULES.format(graph=rule_graph()), "rejections.md": render_page(ROOT)}
+    generated = [File.generated(config, name, content=content) for name, content in made.items()]
+    return Files([*found, *generated, *theme])
 
 
 def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> str:

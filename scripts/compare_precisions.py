@@ -37,7 +37,10 @@ def main() -> None:
         require_files(path.parent, receipt_of(path))
         found, spoke = read_said(path)
         if spoke != digest:
-            raise CheckpointError(f"{path} was said by {spoke[:12]}, {folder} is {digest[:12]}: delete {path}")
+            raise CheckpointError(
+                "answers-of-another-checkpoint",
+                f"{path} was said by {spoke[:12]}, {folder} is {digest[:12]}: delete {path}",
+            )
         said.append(found)
         folders[found.precision], digests[found.precision] = folder, digest
     measured = compare(said, folders)
@@ -70,7 +73,10 @@ def compare(said: Sequence[EngineLogprobs], folders: Mapping[str, Path]) -> list
         far = engines = None
         if one is not first:
             if one.samples != first.samples:
-                raise CheckpointError(f"{one.precision} and {ORIGINAL} were asked of other responses: ask both again")
+                raise CheckpointError(
+                    "answers-to-other-responses",
+                    f"{one.precision} and {ORIGINAL} were asked of other responses: ask both again",
+                )
             far = divergence(original, CheckpointLogprobs(folders[one.precision], first.samples, device))
             engines = truncated_divergence(first.likeliest, one.likeliest)
         lost = lost_points(first.passed, one.passed)

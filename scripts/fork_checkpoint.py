@@ -21,7 +21,7 @@ def main() -> None:
     started = time.time()
     paths = Paths(arguments.resolved)
     if not paths.resolved.fork:
-        raise ConfigError([Problem("fork", "not set", "RUN@STEP", "--config fork=RUN@STEP")])
+        raise ConfigError([Problem("not-set", "fork", "not set", "RUN@STEP", "--config fork=RUN@STEP")])
     write_receipt(arguments.receipt, begin_fork(paths), started)
 
 

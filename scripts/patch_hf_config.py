@@ -35,7 +35,10 @@ def main() -> None:
     digests, missing = model_digests(model)
     raise_if_any(missing)
     if digests != model.own_digests:
-        raise CheckpointError("the files that model.tokenizer and model.chat_template name have changed; plan again")
+        raise CheckpointError(
+            "named-files-changed",
+            "the files that model.tokenizer and model.chat_template name have changed; plan again",
+        )
 
     def patch(partial: Path) -> tuple[FileRecord, ...]:
         files = patch_folder(args.source, partial, model, source, dropped, unties=read != config)

@@ -18,8 +18,8 @@ PAGES = sorted(
 NAMED = re.compile(r"\bdocs/(?:decisions/(\d{3})|([a-z-]+)\.md)")
 # A test or a folder of tests; those of CONTRIBUTING.md that stand for any are left out.
 TESTS = re.compile(r"\btests/(?!unit/part/|posttrain_x/)(?:\w+/)*(?:\w+\.py|[a-z]\w*[a-z0-9]\b(?![.<*{]))")
-# Drawn when the site is built.
-GENERATED = {"rules.md"}
+# Made when the site is built.
+GENERATED = {"rules.md", "rejections.md"}
 LINK = re.compile(r"\]\(([^()\s]+)\)")
 
 

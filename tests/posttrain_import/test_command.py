@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from tests.support.forked_programs import run_posttrain
+from tests.support.rejections import assert_rejected
 
 from posttrain.config.command_line import read_request
 from posttrain.config.load import Resolved, merge
@@ -178,7 +179,7 @@ def test_a_configuration_that_is_refused_is_written_and_told(tmp_path: Path) -> 
     assert "parallel" in done.stderr
     assert "tensor_model_parallel_size: 3" in (tmp_path / "my.yaml").read_text()
     again = run(tmp_path, "import-flags", "run.sh", "--output", "my.yaml", code=1)
-    assert "a file that is not there yet" in again.stderr
+    assert_rejected(again.stderr, "file-exists", key="--output")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.support.rejections import rejected
 from tests.support.requirements import require
 
 from posttrain.config.load import Resolved
@@ -61,7 +62,7 @@ def test_devices_of_the_shell_are_not_those_of_a_rehearsal(
 
 
 def test_gpus_of_others_are_refused(resolved: Resolve) -> None:
-    with pytest.raises(ConfigError, match="not NVIDIA's") as raised:
+    with rejected("kernel-needs-nvidia") as raised:
         require_rehearsable(resolved("glm5", hardware="mi300x", set="rollout.fp8=false"))
     assert [problem.key for problem in raised.value.problems] == ["hardware.compute_capability"]
 

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 from tests.support.begun_runs import begin_run
+from tests.support.rejections import rejected
 from tests.support.serving_cases import CONFIG_DIR, checkpoint, machine
 from tests.support.tiny_checkpoint import TINY, transformers_config
 
-from posttrain.errors import CheckpointError, ConfigError
+from posttrain.errors import ConfigError
 from posttrain.plan.flags.flag import as_mapping
 from posttrain.plan.resolve import resolve
 from posttrain_serving.checkpoint import find_checkpoint, of_run, served_name
@@ -86,15 +87,15 @@ def test_a_folder_says_itself_what_it_is(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**content, "quantization_config": declared}))
     found = checkpoint(str(folder))
     assert (found.precision, found.method) == ("fp8", "compressed-tensors")
-    with pytest.raises(ConfigError, match="finalize_serving"):
+    with rejected("scales-not-calibrated", "finalize_serving"):
         checkpoint(str(folder), "nvfp4")
 
 
 def test_a_folder_that_is_no_checkpoint_is_told(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="missing"):
+    with rejected("file-missing"):
         checkpoint(str(tmp_path))
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match="not JSON"):
+    with rejected("json-invalid"):
         checkpoint(str(tmp_path))
 
 
@@ -106,7 +107,7 @@ def test_a_run_is_known_by_its_name(tmp_path: Path) -> None:
     in_fp8 = find_checkpoint("mine", "fp8", [CONFIG_DIR], tmp_path)
     assert Path(in_fp8.place).name.startswith("export_fp8-")
     assert in_fp8.method == "fp8"
-    with pytest.raises(ConfigError, match=r"(?s)serving.weights=model.*serving.weights=trained"):
+    with rejected("precision-not-made", "serving.weights=model", "serving.weights=trained", key="--precision"):
         find_checkpoint("mine", "nvfp4", [CONFIG_DIR], tmp_path)
 
 

@@ -21,6 +21,7 @@ import pytest
 from tests.support.fault_parts import Count
 from tests.support.fault_record import FaultRecord
 from tests.support.forked_programs import run_posttrain
+from tests.support.rejections import assert_rejected
 from tests.support.sglang_environment import PYTHON, require_sglang
 from tests.support.tiny_checkpoint import TINY_QWEN3, make_random_checkpoint
 
@@ -89,7 +90,7 @@ def test_what_cannot_be_served_is_one_clear_problem(tmp_path: Path, words: list[
 
 def test_a_folder_has_no_hardware_of_its_own(folder: Path, tmp_path: Path) -> None:
     done = serve(tmp_path, folder, "--print", code=1)
-    assert "--hardware = not given" in done.stderr
+    assert_rejected(done.stderr, "not-set", key="--hardware")
     assert "rtx_pro_6000" in done.stderr
 
 
@@ -187,15 +188,15 @@ def test_an_engine_that_compiles_needs_a_compiler(folder: Path, stand_in: Path, 
     (made / "config.json").write_text(json.dumps(config))
     words = (made, "--hardware", "h100", "--engine", "vllm")
     done = serve(tmp_path, *words, code=1, PATH=f"{stand_in}:/usr/bin:/bin")
-    assert "nvcc = not on PATH" in done.stderr
+    assert_rejected(done.stderr, "program-missing", key="nvcc")
     assert "2,259 kernels" in done.stderr
     assert "cutlass" not in done.stderr, "no DeepGEMM is beside this vLLM"
     # Of a package without its headers both are told; of one's own that has them nothing, whatever vLLM brings.
     packages = tmp_path / "lib" / "python3.12" / "site-packages"
     (packages / "vllm" / "third_party" / "deep_gemm" / "include").mkdir(parents=True)
     done = serve(tmp_path, *words, code=1, PATH=f"{stand_in}:/usr/bin:/bin")
-    assert "nvcc = not on PATH" in done.stderr
-    assert "third_party/deep_gemm = has no include/cutlass/cutlass.h" in done.stderr
+    assert_rejected(done.stderr, "program-missing", key="nvcc")
+    assert_rejected(done.stderr, "package-missing", "third_party/deep_gemm", "include/cutlass/cutlass.h")
     (packages / "deep_gemm" / "include" / "cutlass").mkdir(parents=True)
     (packages / "deep_gemm" / "include" / "cutlass" / "cutlass.h").touch()
     assert "cutlass" not in serve(tmp_path, *words, code=1, PATH=f"{stand_in}:/usr/bin:/bin").stderr

@@ -7,8 +7,9 @@ import logging
 from pathlib import Path
 
 import pytest
+from tests.support.rejections import rejected
 
-from posttrain.errors import CheckpointError, ConfigError
+from posttrain.errors import ConfigError
 from posttrain.store import Receipt, receipt_of, write_receipt
 from posttrain_serving.servers import (
     Server,
@@ -80,7 +81,7 @@ def test_files_that_are_not_of_a_server_are_named(tmp_path: Path) -> None:
     path = write_server(tmp_path, SERVER)
     for content in ("{", "{}", '{"gpus": 3}', '{"gpus": [], "name": "x"}'):
         path.write_text(content)
-        with pytest.raises(CheckpointError, match=path.name):
+        with rejected("server-record-invalid", path.name):
             read_servers(tmp_path)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.support.rejections import assert_rejected
 
 from posttrain.errors import ConfigError
 from posttrain.plan.resolve import resolve
@@ -52,8 +53,7 @@ def test_a_process_that_is_no_server_is_not_ended(tmp_path: Path) -> None:
     """This one."""
     with serving(tmp_path, SERVER):
         said = refusal(tmp_path, "mine")
-        assert "allowed: the process of `posttrain serve` that has taken the lease" in said
-        assert f"remedy:  look what it is, then `kill {os.getpid()}`" in said
+        assert_rejected(said, "not-our-process", f"`kill {os.getpid()}`", key="--stop")
         assert read_servers(tmp_path)
 
 
@@ -77,7 +77,7 @@ def test_a_planted_lease_ends_nobody(tmp_path: Path, bystander: psutil.Popen, ch
         if changed.get("started_ticks"):
             assert "lease was stale" in stop(tmp_path, "mine")[0]
         else:
-            assert "has taken the lease" in refusal(tmp_path, "mine")
+            assert_rejected(refusal(tmp_path, "mine"), "not-our-process", key="--stop")
     assert bystander.poll() is None
 
 
@@ -98,9 +98,7 @@ def test_the_process_that_has_taken_the_lease_is_ended(tmp_path: Path, monkeypat
         with monkeypatch.context() as refusing:
             refusing.setattr(psutil.Process, "terminate", refuse)
             said = refusal(tmp_path, "mine")
-        assert f"--stop = {SERVER}, by " in said
-        assert "allowed: a server of yours" in said
-        assert "remedy:  ask its user" in said
+        assert_rejected(said, "server-of-another-user", f"--stop = {SERVER}, by ", key="--stop")
         reaper = threading.Thread(target=process.wait)
         reaper.start()
         assert "has ended" in stop(tmp_path, "mine")[0]
@@ -195,7 +193,7 @@ def test_a_planted_job_ends_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr("getpass.getuser", lambda: "me")
     write_server(tmp_path, dataclasses.replace(SERVER, host="", job=job))
-    assert "a job of yours that serves" in refusal(tmp_path, "mine")
+    assert_rejected(refusal(tmp_path, "mine"), "no-such-job", key="--stop")
     assert "scancel" not in (tmp_path / "asked").read_text()
 
 
@@ -203,8 +201,7 @@ def test_a_server_of_another_machine_is_ended_there(tmp_path: Path) -> None:
     elsewhere = dataclasses.replace(SERVER, host="gpu7")
     with serving(tmp_path, elsewhere):
         said = refusal(tmp_path, "mine")
-        assert "remedy:  run it on gpu7" in said
-        assert f"allowed: a server of {this_machine()}, or a job" in said
+        assert_rejected(said, "server-elsewhere", "gpu7", this_machine(), key="--stop")
 
 
 def test_a_job_that_slurm_does_not_tell_of_is_not_taken_for_gone(
@@ -213,8 +210,7 @@ def test_a_job_that_slurm_does_not_tell_of_is_not_taken_for_gone(
     monkeypatch.setenv("PATH", "/nowhere")
     path = write_server(tmp_path, dataclasses.replace(SERVER, host="", job="slurm:7"))
     said = refusal(tmp_path, "7")
-    assert "allowed: a job of yours that serves" in said
-    assert "remedy:  run this where SLURM can be asked, as the job's user" in said
+    assert_rejected(said, "no-such-job", key="--stop")
     assert path.exists()
 
 

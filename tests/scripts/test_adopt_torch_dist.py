@@ -7,9 +7,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.support.checkpoint_store import DIMENSIONS, Store, make_store, make_torch_dist, run_here
 from tests.support.killing import run_killed
+from tests.support.rejections import rejected
 
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
-from posttrain.errors import CheckpointError, ConfigError
+from posttrain.errors import CheckpointError
 from posttrain.store import Receipt, read_receipt, receipt_of, record_files, require_files, write_receipt
 
 
@@ -84,5 +85,5 @@ def test_another_model_of_the_same_shape_is_not_taken(store):
 
 
 def test_a_folder_that_does_not_exist(store):
-    with pytest.raises(ConfigError, match=r"download\.torch_dist_folder"):
+    with rejected("no-such-checkpoint", key="download.torch_dist_folder"):
         run_here("adopt_torch_dist", _arguments(store, "nowhere"))

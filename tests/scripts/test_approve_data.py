@@ -6,6 +6,7 @@ from tests.support.evaluation_inputs import make_inputs
 from tests.support.fault_record import FaultRecord
 from tests.support.forked_programs import run_step
 from tests.support.killing import run_killed
+from tests.support.rejections import assert_rejected
 
 from posttrain.rl.data.sort_digits import generate_prompts
 from posttrain.store import read_json, receipt_of, record_files, require_files, write_receipt
@@ -43,7 +44,7 @@ def test_what_is_refused_leaves_nothing(tmp_path):
     own.write_text("def f(completions, **_):\n    return [0.0 for _ in completions]\n")
     ended, output = approve(tmp_path, f"data.reward={own}:f")
     assert ended.returncode == 1
-    assert "gives full marks to 0.0% of 50 labels" in ended.stderr
+    assert_rejected(ended.stderr, "label-not-accepted", "0.0% of 50")
     assert not output.exists()
     assert not receipt_of(output).exists()
 

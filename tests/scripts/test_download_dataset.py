@@ -8,6 +8,7 @@ import pytest
 from tests.support.forked_programs import run_step
 from tests.support.hub_server import HubServer
 from tests.support.killing import run_killed
+from tests.support.rejections import assert_rejected
 from tests.support.resolved_words import words_with
 
 from posttrain.config.schema import Data
@@ -83,7 +84,7 @@ def test_bad_lines_are_one_message(tmp_path, repo):
     data = dataclasses.replace(DATA, kind="jsonl", train_file=local, heldout_file=local)
     done = _run(_arguments(data, tmp_path / "jsonl"))
     assert done.returncode == 1
-    assert "2 of 32 lines are wrong" in done.stderr
+    assert_rejected(done.stderr, "rows-invalid", "2 of 32")
     assert "line 31: the same prompt as line 1" in done.stderr
     assert "line 32: 'label' is missing" in done.stderr
     assert "Traceback" not in done.stderr

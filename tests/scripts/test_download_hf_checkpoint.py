@@ -8,6 +8,7 @@ import pytest
 from tests.support.downloading import NEEDED, StoreFolder, from_folder, from_hub
 from tests.support.hub_server import HubServer
 from tests.support.killing import run_killed
+from tests.support.rejections import assert_rejected
 from tests.support.small_checkpoint import make_small_checkpoint
 
 from posttrain.store import hash_file, part_receipt_of, partial_of, read_receipt, receipt_of, require_files
@@ -169,7 +170,7 @@ def test_offline_a_folder_that_was_put_there_is_adopted(origin, tmp_path):
     source = from_hub("owner/small", "a" * 40)
     done = store.run_all(*source)
     assert done.returncode == 1
-    assert "HF_HUB_OFFLINE is set and" in done.stderr
+    assert_rejected(done.stderr, "offline-without-files", "HF_HUB_OFFLINE")
     make_small_checkpoint(store.folder)
     (store.folder / NEEDED[6]).rename(tmp_path / "tokenizer")
     done = store.run_all(*source)

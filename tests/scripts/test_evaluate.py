@@ -7,6 +7,7 @@ from tests.support.engines_of_others import SECRET, engines_of_others
 from tests.support.evaluation_inputs import NUM_PROMPTS, make_inputs
 from tests.support.folders_in_parts import make_folder
 from tests.support.forked_programs import run_step
+from tests.support.rejections import assert_rejected
 
 from posttrain.checkpoint.parts.converted_folder import RecodedFolder
 from posttrain.checkpoint.quantization.quantize import Quantization
@@ -129,7 +130,7 @@ def test_engines_that_serve_something_else_are_refused(tmp_path):
     made_anew(tmp_path / "hf")
     ended, output = run(arguments, tmp_path, "after")
     assert ended.returncode == 1
-    assert "nats from the trainer's in the mean of 2 tokens" in ended.stderr
+    assert_rejected(ended.stderr, "logprobs-differ", "2 tokens")
     assert "http://127.0.0.1:" in ended.stderr
     assert not output.exists()
 

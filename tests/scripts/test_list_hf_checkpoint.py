@@ -4,6 +4,7 @@ import os
 import pytest
 from tests.support.downloading import NEEDED, StoreFolder, from_folder, from_hub
 from tests.support.hub_server import HubServer
+from tests.support.rejections import assert_rejected
 from tests.support.small_checkpoint import make_small_checkpoint
 
 from posttrain.store import manifest_of
@@ -62,8 +63,7 @@ def test_a_repository_that_may_not_be_read(store, hub, origin, gated):
     assert store.run("list_hf_checkpoint", *source).returncode == 0
     done = store.run("download_hf_checkpoint")
     assert done.returncode == 1
-    assert "model.source.repo_id = owner/other" in done.stderr
-    assert "it is gated: ask for access on its page" in done.stderr
+    assert_rejected(done.stderr, "no-such-repository", "it is gated", key="model.source.repo_id")
     assert "hf_without_rights" not in done.stderr
 
 

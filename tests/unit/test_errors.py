@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
+import pickle
+from concurrent.futures import ProcessPoolExecutor
 
 import jinja2
 import pytest
+from tests.support.rejections import rejected
 
 from posttrain.errors import CheckpointError, ConfigError, Problem, one_line, printable, raise_if_any, reason_of
 from posttrain.report import report_page
@@ -29,8 +33,9 @@ SHOWN = {
 @pytest.mark.parametrize("text", SHOWN)
 def test_control_characters_are_named_and_credentials_left_out(text):
     assert printable(text) == SHOWN[text]
-    assert str(CheckpointError(f"a: {text}")) == f"a: {SHOWN[text]}"
-    assert str(ConfigError([Problem(text, text, text, text)])).count(SHOWN[text]) == 4
+    assert CheckpointError("some-code", f"a: {text}").text == f"a: {SHOWN[text]}"
+    told = str(ConfigError([Problem("some-code", text, text, text, text)])).replace(" [some-code]", "")
+    assert told.count(SHOWN[text]) == 4
 
 
 @pytest.mark.parametrize("text", SHOWN)
@@ -72,8 +77,8 @@ def test_a_reason_is_one_line(text, reason):
     assert reason_of(ValueError(text)) == reason
 
 
-LR = Problem("optimizer.lr", "-1", "above 0", "choose 1e-6")
-LR_TOLD = """  - optimizer.lr = -1
+LR = Problem("out-of-range", "optimizer.lr", "-1", "above 0", "choose 1e-6")
+LR_TOLD = """  - optimizer.lr = -1 [out-of-range]
       allowed: above 0
       remedy:  choose 1e-6"""
 
@@ -93,4 +98,30 @@ def test_all_problems_are_told_and_kept():
 
 def test_a_problem_as_plan_json_has_it():
     expected = {"key": "optimizer.lr", "value": "-1", "allowed": "above 0", "remedy": "choose 1e-6"}
-    assert LR.as_dict() == expected
+    assert LR.as_dict() == {"code": "out-of-range"} | expected
+
+
+def test_the_code_ends_the_first_line():
+    assert (
+        str(CheckpointError("shard-empty", "a: empty\n  remedy: copy it"))
+        == "a: empty [shard-empty]\n  remedy: copy it"
+    )
+    assert str(Problem("rows-invalid", "data", "2 lines:\n  line 1", "JSON", "correct it")).startswith(
+        "data = 2 lines: [rows-invalid]\n  line 1\n      allowed: JSON"
+    )
+
+
+def test_rejections_cross_processes():
+    checkpoint = CheckpointError("shard-empty", "a: empty\nb")
+    checkpoint.add_note("on node-2")
+    config = ConfigError([LR, LR], "see the reference")
+    for error in (checkpoint, config):
+        copied = pickle.loads(pickle.dumps(error))
+        assert (type(copied), str(copied)) == (type(error), str(error))
+        assert vars(copied) == vars(error)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool, rejected("shard-empty", "b.safetensors"):
+        pool.submit(_reject, "shard-empty", "b.safetensors: empty").result()
+
+
+def _reject(code: str, text: str) -> None:
+    raise CheckpointError(code, text)

@@ -129,10 +129,10 @@ def test_the_cause_is_found_and_own_words_are_kept(tmp_path: Path) -> None:
     cause.add_note("needed: 5 bytes")
     middle = RuntimeError("in the middle")
     middle.__cause__ = cause
-    error = CheckpointError("not written")
+    error = CheckpointError("some-code", "not written")
     error.__cause__ = middle
     assert explain(error).splitlines()[:3] == [
-        "not written",
+        "not written [some-code]",
         f"  because: {tmp_path}: the file system is read-only",
         "  needed: 5 bytes",
     ]

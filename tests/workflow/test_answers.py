@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.begun_runs import begin_run
+from tests.support.rejections import assert_rejected
 from tests.support.synthetic_run import make_run
 from tests.support.workflow_runs import WorkflowFolder, run_snakemake
 from tests.workflow.test_rules import RULES, WITHOUT_WORK
@@ -72,8 +73,8 @@ def test_rehearse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without_gpus, without_environment = (
         run_snakemake(tmp_path, "rehearse", "--cores", "1", "--config", f"model={model}") for model in ("tiny", "glm5")
     )
-    assert "which has no GPUs" in without_gpus.stdout
-    assert "make env-rehearsal" in without_environment.stdout
+    assert_rejected(without_gpus.stdout, "nothing-to-rehearse", key="hardware")
+    assert_rejected(without_environment.stdout, "environment-missing", "make env-rehearsal")
     assert without_gpus.returncode == without_environment.returncode == 1
     assert not (tmp_path / "results" / "plans").exists()
 
@@ -213,8 +214,8 @@ def test_replay(tmp_path: Path) -> None:
     rows = paths.metrics.read_text().splitlines(keepends=True)
     paths.metrics.write_text("".join(rows[:4]))
     second = run_snakemake(tmp_path, "replay", "--cores", "1", "--config", "run=old")
-    assert "step_000004: 0 of 16 groups are there" in first.stdout
-    assert "step_000002: 0 of 16 groups are there" in second.stdout
+    assert_rejected(first.stdout, "rollout-incomplete", "step_000004: 0 of 16")
+    assert_rejected(second.stdout, "rollout-incomplete", "step_000002: 0 of 16")
     assert (first.returncode, second.returncode) == (1, 1)
 
 

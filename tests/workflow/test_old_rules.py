@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.support.rejections import assert_rejected
 from tests.support.workflow_runs import WorkflowFolder
 
 pytestmark = pytest.mark.slow
@@ -13,7 +14,7 @@ AS_A_JOB = ["-n", "--mode", "remote", "--target-jobs", "train_grpo:", "--allowed
 def test_a_job_that_waited_in_the_queue_meanwhile_trains(workflow: WorkflowFolder) -> None:
     code, output = workflow.attempt("train_grpo", options=["-n"])
     assert code == 1
-    assert "remedy:  write train " in output
+    assert_rejected(output, "renamed-rule", "write train ", key="rule")
     workflow.dry_run("train")
     (resolved,) = workflow.folder.glob("logs/configs/*.json")
     workflow.environment["POSTTRAIN_RESOLVED"] = str(resolved)

@@ -68,8 +68,10 @@ def test_an_evaluation_over_several_nodes_shows_their_number(tmp_path: Path) -> 
     assert REFUSAL not in output
     alone = ["--config", "model=glm5", "site=local", "set=evaluation.precision=source"]
     _, _, words = dry_run(tmp_path, *alone).partition(REFUSAL)
-    assert re.findall(r"^  - (evaluate.*)$", words, re.MULTILINE) == ["evaluate = 2 nodes of 8 h200 hold the model"]
-    assert "ask for finalize_export_hf instead of all" in words
+    assert re.findall(r"^  - (evaluate.*)$", words, re.MULTILINE) == [
+        "evaluate = 2 nodes of 8 h200 hold the model [one-machine]"
+    ]
+    assert "finalize_export_hf" in words
     assert "evaluate =" not in dry_run(tmp_path, "finalize_export_hf", *alone)
 
 

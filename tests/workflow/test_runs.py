@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.begun_runs import begin_run
+from tests.support.rejections import assert_rejected
 from tests.support.workflow_runs import run_snakemake
 
 
@@ -53,13 +54,13 @@ def test_what_cannot_be_trained_yet_has_a_preflight(snakemake, tmp_path: Path) -
     """GLM-5 with engines that prefill apart from those that decode: only one machine is too few for it."""
     code, output = snakemake("-n", "preflight", model="glm5", site="local")
     assert code != 0
-    assert re.findall(r"^  - (.*?) = (.*)$", output, re.MULTILINE) == [("nodes", "16")]
+    assert re.findall(r"^  - (.*?) = (.*)$", output, re.MULTILINE) == [("nodes", "16 [one-machine]")]
     code, output = snakemake("-n", "preflight", model="glm5", site="example_slurm")
     assert code == 0, output
     assert "h200 (17 nodes, 136 GPUs)" in output
     code, output = snakemake("-n", "preflight", model="glm5", site="example_kubernetes")
     assert code != 0
-    assert "site.launcher = kubernetes" in output
+    assert_rejected(output, "preflight-in-pods", key="site.launcher")
 
 
 def test_training_of_a_fork_waits_for_its_checkpoint(snakemake) -> None:
@@ -71,15 +72,15 @@ def test_training_of_a_fork_waits_for_its_checkpoint(snakemake) -> None:
 
 
 def test_bad_forks_are_refused_by_the_dry_run(snakemake, tmp_path: Path) -> None:
-    for fork, set_, expected in (
-        ("old@3", "", "allowed: a step whose checkpoint old has: 2, 4"),
-        ("odl@4", "", "remedy:  did you mean 'old'?"),
-        ("old", "", "allowed: RUN@STEP"),
-        ("old@4", "training.num_steps=4", "training.num_steps = 4"),
+    for fork, set_, rejection, key, datum in (
+        ("old@3", "", "no-such-step", "fork", "2, 4"),
+        ("odl@4", "", "no-such-run", "fork", "'old'"),
+        ("old", "", "not-a-run-at-step", "fork", "RUN@STEP"),
+        ("old@4", "training.num_steps=4", "fork-has-ended", "training.num_steps", "4"),
     ):
         code, output = snakemake("-n", run="new", fork=fork, set=set_)
         assert code != 0
-        assert expected in output
+        assert_rejected(output, rejection, datum, key=key)
         assert "Traceback" not in output
     assert not (tmp_path / "results" / "new").exists()
 

@@ -99,7 +99,9 @@ if workflow.is_main_process:
         with told():
             # A queued job parses the whole workflow again, and would mistake one configuration for the other.
             remedy = "give each a workflow of its own, or one `config:`"
-            raise ConfigError([Problem("module", "two configurations of posttrain", "one in a workflow", remedy)])
+            raise ConfigError(
+                [Problem("one-configuration", "module", "two configurations of posttrain", "one in a workflow", remedy)]
+            )
     os.environ[RESOLVED_VARIABLE] = file
 RESOLVED_FILE = os.environ[RESOLVED_VARIABLE]
 

@@ -1,8 +1,8 @@
 import json
 
 import pytest
+from tests.support.rejections import rejected
 
-from posttrain.errors import ConfigError
 from posttrain.rl.engines.streaming import CHAT, COMPLETIONS
 from posttrain_serving.benchmark.serving_prompts import given_prompts, random_prompts, read_prompts
 
@@ -43,5 +43,5 @@ def test_rows_become_prompts(tmp_path, rows, api, read):
 )
 def test_other_files_are_refused(tmp_path, text):
     (tmp_path / "a").write_text(text)
-    with pytest.raises(ConfigError, match="--dataset = "):
+    with rejected("prompts-unreadable", key="--dataset"):
         read_prompts(tmp_path / "a", COMPLETIONS)

@@ -2,8 +2,8 @@ import dataclasses
 import json
 
 import pytest
+from tests.support.rejections import rejected
 
-from posttrain.errors import ConfigError
 from posttrain_serving.benchmark.serving import Level
 from posttrain_serving.benchmark.serving_results import (
     COLUMNS,
@@ -100,5 +100,5 @@ def test_tables_stand_side_by_side():
 )
 def test_what_is_no_table_is_refused(tmp_path, content):
     (tmp_path / "x.csv").write_text(content)
-    with pytest.raises(ConfigError, match=r"beside = .*x\.csv"):
+    with rejected("table-unreadable", "x.csv", key="beside"):
         read_table(tmp_path / "x.csv")

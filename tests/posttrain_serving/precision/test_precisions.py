@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.rejections import rejected
 from tests.support.sglang_environment import PYTHON, require_sglang
 from tests.support.tiny_checkpoint import TINY_QWEN3, make_random_checkpoint
 from tests.support.workflow_runs import ROOT
 
 from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
-from posttrain.errors import CheckpointError
 from posttrain.plan.resolve import resolve
 from posttrain.rl.engines.engine_endpoints import client_of, engines_to_ask
 from posttrain.rl.engines.responses import GenerateRequest, GenerateResult
@@ -112,5 +112,5 @@ def test_what_is_damaged_is_named(tmp_path: Path, spoil: Callable[[Path], object
     likeliest = Likeliest(torch.tensor([[3]], dtype=torch.int32), torch.tensor([[-0.1]]))
     write_said(EngineLogprobs("fp8", "sglang", 1, 1.0, 1.0, {}, SAMPLES, likeliest), tmp_path / "fp8.json", "digest")
     spoil(tmp_path / "fp8.json")
-    with pytest.raises(CheckpointError, match=r"fp8\.json"):
+    with rejected("answers-invalid", "fp8.json"):
         read_said(tmp_path / "fp8.json")

@@ -211,7 +211,7 @@ def test_a_changed_receipt_is_refused_by_its_digest(paths):
     path = receipt_of(paths.hf_patched)
     path.write_text(path.read_text().replace('"patch_hf_config"', '"download_hf_checkpoint"'))
     found = problems_of(paths)
-    assert "changed by hand" in found["hf_patched"][0]
+    assert "[receipt-changed]" in found["hf_patched"][0]
     assert "torch_dist" in found
     assert "evaluation before" in found
 

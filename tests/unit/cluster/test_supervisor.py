@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.support.rejections import rejected
 from tests.support.small_job import STAYS, attempts_of, make_job, required_arguments
 
 from posttrain.cluster import supervisor
@@ -167,7 +168,7 @@ def test_what_is_wrong_with_the_weights_is_not_tried_again(tmp_path: Path) -> No
     missing = FileRecord("model.safetensors", 1, "0" * 32)
     job.rollout_receipt.unlink()
     write_receipt(job.rollout_receipt, Receipt("finalize_rollout_fp8", (missing,), {}, {}), time.time())
-    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+    with rejected("node-refused", "model.safetensors"):
         supervise(job)
     assert len(attempts_of(tmp_path)) == 1
 

@@ -9,6 +9,7 @@ import pytest
 from snakemake.cli import parse_config
 from snakemake.common.configfile import load_configfile
 from snakemake.utils import update_config
+from tests.support.rejections import rejected
 
 from posttrain.config.command_line import CONFIG_DIR, read_request
 from posttrain.errors import ConfigError
@@ -56,6 +57,7 @@ def test_what_is_no_setting_is_refused_all_at_once(tmp_path: Path) -> None:
     assert [problem.key for problem in refused.value.problems] == ["glm5", "optimizer.lr=1"]
     (tmp_path / "list.yaml").write_text("- 1\n")
     (tmp_path / "broken.yaml").write_text("a: [\n")
-    for name in ("list.yaml", "broken.yaml", "none.yaml"):
-        with pytest.raises(ConfigError, match=name):
+    codes = {"list.yaml": "not-a-mapping", "broken.yaml": "not-yaml", "none.yaml": "file-unreadable"}
+    for name, code in codes.items():
+        with rejected(code, key=str(tmp_path / name)):
             read_request(CONFIG_DIR, [tmp_path / name], [])

@@ -1,4 +1,5 @@
 import pytest
+from tests.support.rejections import rejected
 from tests.support.resolved_words import CONFIG_DIR
 
 from posttrain.errors import ConfigError
@@ -45,5 +46,5 @@ def test_files_that_are_not_there_are_found_by_the_plan(tmp_path, key):
 
 def test_a_template_that_is_no_text_is_rejected(tmp_path):
     (tmp_path / "chat.jinja").write_bytes(b"\xff")
-    with pytest.raises(ConfigError, match=r"model.chat_template"):
+    with rejected("file-unreadable", key="model.chat_template"):
         _resolve(chat_template=tmp_path / "chat.jinja")

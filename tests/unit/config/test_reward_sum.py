@@ -1,8 +1,8 @@
 import pytest
 import torch
+from tests.support.rejections import rejected
 
 from posttrain.config.reward_sum import MAX_NUMBER, Term, has_passed, is_usable, parse_reward, total
-from posttrain.errors import ConfigError, Problem
 
 
 @pytest.mark.parametrize(
@@ -25,27 +25,30 @@ def test_own_functions_are_columns_by_their_names() -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", "math +", "math format", "0*math", "1e999*math", "nan*math", "a.py:f + b.py:f", "math + math", "2*", "*x"],
+    ("code", "texts"),
+    [
+        ("not-a-reward-sum", ["", "math +", "math format", "nan*math", "2*", "*x"]),
+        ("reward-weight", ["0*math", "1e999*math"]),
+        ("named-twice", ["a.py:f + b.py:f", "math + math"]),
+    ],
 )
-def test_what_is_no_sum_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"data\.reward"):
-        parse_reward(text)
+def test_what_is_no_sum_is_refused(code: str, texts: list[str]) -> None:
+    for text in texts:
+        with rejected(code, key="data.reward"):
+            parse_reward(text)
 
 
 @pytest.mark.parametrize(
-    ("text", "condition", "remedy"),
+    ("text", "code", "data"),
     [
-        ("math +", "", "write it as a sum of WEIGHT*GRADER"),
-        ("0*math + f", ", no weight 0 and none infinite", "leave math out, or give it a weight"),
-        ("math + math + f", ", each of another name", "name each once: math would be one column"),
+        ("math +", "not-a-reward-sum", ["WEIGHT*GRADER"]),
+        ("0*math + f", "reward-weight", ["leave math out"]),
+        ("math + math + f", "named-twice", ["math would be one column"]),
     ],
 )
-def test_a_refusal_says_what_is_allowed_and_what_to_do(text: str, condition: str, remedy: str) -> None:
-    with pytest.raises(ConfigError) as refused:
+def test_a_refusal_says_what_is_allowed_and_what_to_do(text: str, code: str, data: list[str]) -> None:
+    with rejected(code, repr(text), "'math + 0.2*format'", *data, key="data.sources.a.reward"):
         parse_reward(text, "data.sources.a.reward")
-    allowed = f"graders with weights as in 'math + 0.2*format'{condition}"
-    assert refused.value.problems == (Problem("data.sources.a.reward", repr(text), allowed, remedy),)
 
 
 @pytest.mark.parametrize(

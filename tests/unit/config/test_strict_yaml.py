@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tests.support.rejections import rejected
 
 from posttrain.config.command_line import CONFIG_DIR, read_request
 from posttrain.config.load import merge
@@ -129,12 +130,21 @@ def test_an_empty_file_has_no_keys_and_json_may_have_tabs(tmp_path: Path) -> Non
     assert read_mapping(path) == {"a": {"b": 1}}
 
 
-@pytest.mark.parametrize("text", ["model: {name: a, name: b}\n", "1: 2\n", "model: [\n", "- model\n", "model\n"])
-def test_every_way_in_is_strict(text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("model: {name: a, name: b}\n", "not-strict-yaml"),
+        ("1: 2\n", "not-strict-yaml"),
+        ("model: [\n", "not-yaml"),
+        ("- model\n", "not-a-mapping"),
+        ("model\n", "not-a-mapping"),
+    ],
+)
+def test_every_way_in_is_strict(text: str, code: str, tmp_path: Path) -> None:
     """A file for --configfile, and every layer of a folder of one's own."""
     path = tmp_path / "mine.yaml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=str(path)):
+    with rejected(code, key=str(path)):
         read_request(CONFIG_DIR, [path], [])
     for folder, names in {
         "models": {"model": "mine"},
@@ -146,7 +156,7 @@ def test_every_way_in_is_strict(text: str, tmp_path: Path) -> None:
         own = tmp_path / f"own_{folder}" / folder
         own.mkdir(parents=True)
         (own / "mine.yaml").write_text(text)
-        with pytest.raises(ConfigError, match=str(own / "mine.yaml")):
+        with rejected(code, key=str(own / "mine.yaml")):
             merge({"model": "tiny", "site": "local", "configs": str(own.parent), **names}, CONFIG_DIR)
 
 

@@ -2,10 +2,10 @@ import os
 
 import pytest
 from tests.support.branches import CONFIG_DIR
+from tests.support.rejections import rejected
 from tests.support.synthetic_run import make_run
 
 from posttrain.config.load import dump_resolved
-from posttrain.errors import CheckpointError
 from posttrain.plan.resolve import resolve
 from posttrain.report.report_data import flat_config, git_commit, read_origins, read_run, rule_times
 from posttrain.store import receipt_of
@@ -89,13 +89,13 @@ def test_memory_is_known_of_jobs_that_lived_long_enough_to_be_sampled(made, seco
 def test_metrics_that_do_not_cover_every_step_are_refused(made):
     path = made.paths.train / "metrics.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
-    with pytest.raises(CheckpointError, match=r"11 rows, steps 1 to 11; done\.json says 12"):
+    with rejected("metrics-incomplete", "11 rows, steps 1 to 11; done.json says 12"):
         read_run(made.inputs)
 
 
 def test_missing_inputs_are_named(made):
     made.inputs.after.unlink()
-    with pytest.raises(CheckpointError, match=r"after\.json: cannot be read"):
+    with rejected("result-unreadable", "after.json"):
         read_run(made.inputs)
 
 

@@ -115,7 +115,7 @@ def test_a_hostile_text_changes_no_tag_and_is_shown_as_it_is(run: RunData, place
 
 def test_a_hostile_problem_is_a_text_of_the_plan(resolved) -> None:
     plan = build_plan(resolved("tiny"))
-    found = ({"problems": [Problem(text, text, text, text).as_dict()]} for text in ("harmless", NASTY))
+    found = ({"problems": [Problem("some-code", text, text, text, text).as_dict()]} for text in ("harmless", NASTY))
     plain, nasty = (Parts(render_plan(plan | problems, resolved("tiny"))) for problems in found)
     assert (nasty.tags, [name for name, _ in nasty.values]) == (plain.tags, [name for name, _ in plain.values])
     assert "".join(nasty.text).count(NASTY) == 4

@@ -7,9 +7,9 @@ import sys
 import textwrap
 
 import pytest
+from tests.support.rejections import rejected
 
 from posttrain.config.schema import Logging
-from posttrain.errors import CheckpointError
 from posttrain.report.sinks import MetricSinks, read_rows
 
 NO_WANDB = Logging(wandb=False)
@@ -83,13 +83,13 @@ def test_a_damaged_line_in_the_middle_is_refused(tmp_path):
     write_steps(tmp_path, range(1, 4))
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     (tmp_path / "metrics.jsonl").write_text("\n".join([lines[0], lines[1][:9], lines[2]]) + "\n")
-    with pytest.raises(CheckpointError, match=r"metrics\.jsonl:2: not JSON"):
+    with rejected("metrics-invalid", "metrics.jsonl:2"):
         MetricSinks(tmp_path, "run", NO_WANDB, last_step=3)
 
 
 def test_resuming_without_the_row_of_the_resumed_step_is_refused(tmp_path):
     write_steps(tmp_path, range(1, 4))
-    with pytest.raises(CheckpointError, match="resuming after step 7, but the file ends at step 3"):
+    with rejected("metrics-incomplete", "step 7", "step 3"):
         MetricSinks(tmp_path, "run", NO_WANDB, last_step=7)
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2, 3]
 

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 from tests.support.lease_holders import elsewhere, plant
+from tests.support.rejections import rejected
 from tests.support.system_calls import Calls
 
-from posttrain.errors import CheckpointError
 from posttrain.store import lease as lease_module
 from posttrain.store.lease import (
     HEARTBEAT_DEAD_SECONDS,
@@ -186,7 +186,7 @@ def test_what_is_no_lease_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "lease").mkdir()
     path = tmp_path / "lease" / "epoch-000003.json"
     path.write_bytes(content.encode("latin-1"))
-    with pytest.raises(CheckpointError, match=f"^{path}: not a lease ") as refused:
+    with rejected("lease-invalid", path) as refused:
         Lease(tmp_path, tmp_path / "lease").__enter__()
     assert f"remedy: delete {tmp_path / 'lease'} when" in str(refused.value)
 

@@ -3,9 +3,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.support.rejections import rejected
 
 from posttrain.checkpoint.formats.safetensors_io import read_header
-from posttrain.errors import CheckpointError
 from posttrain.store.placeholders import placeholder
 from posttrain.store.plain_json import read_json
 
@@ -25,7 +25,7 @@ def test_what_lies_there_instead_is_named(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
     assert placeholder(path).startswith(words)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: an? (Git|HTML)"):
+    with rejected("placeholder", "model.safetensors"):
         read_header(path)
     with pytest.raises(ValueError, match=r"an? (Git|HTML)"):
         read_json(path)
@@ -38,15 +38,17 @@ def test_other_files_are_none(content: bytes, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "code", "sizes"),
     [
-        (b"", "empty; download or copy it again"),
-        (b"\x10\x00\x00", "truncated: 3 bytes on disk, the header alone needs 8; download or copy it again"),
-        (b"\x10" + b"\x00" * 7 + b"{", "truncated: 9 bytes on disk, the header alone needs 24"),
-        (b"PK\x03\x04abcdefgh", "not safetensors: its first 8 bytes are no header's length"),
+        (b"", "shard-empty", []),
+        (b"\x10\x00\x00", "shard-truncated", ["3 bytes", "8"]),
+        (b"\x10" + b"\x00" * 7 + b"{", "shard-truncated", ["9 bytes", "24"]),
+        (b"PK\x03\x04abcdefgh", "not-safetensors", []),
     ],
 )
-def test_a_file_that_is_cut_is_named_without_absurd_numbers(content: bytes, words: str, tmp_path: Path) -> None:
+def test_a_file_that_is_cut_is_named_without_absurd_numbers(
+    content: bytes, code: str, sizes: list[str], tmp_path: Path
+) -> None:
     (tmp_path / "a.safetensors").write_bytes(content)
-    with pytest.raises(CheckpointError, match=words):
+    with rejected(code, "a.safetensors", *sizes):
         read_header(tmp_path / "a.safetensors")

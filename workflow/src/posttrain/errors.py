@@ -1,10 +1,14 @@
-"""What can go wrong, and how it is told.
+"""What can go wrong, and how it is reported.
 
 Wrong input is a `Problem`: the key, its value, what is allowed and the remedy. Problems are collected and raised
-once, so that a user mends them all in one go. `CheckpointError` is a checkpoint that is not what it should be.
-Both are shown without a traceback (`posttrain.cli`), because the text alone says what to do. Failures of the
+once, so that a user can correct all of them in one go. `CheckpointError` is a checkpoint that is not what it should
+be. Both are shown without a traceback (`posttrain.cli`), because the text alone says what to do. Failures of the
 outside world (HTTP, a process) are `RuntimeError`s, those of disks the system's own `OSError`s, to which `explain`
 adds what to do; an impossible state is an `assert`.
+
+Each rejection has a code such as "unknown-key", which names the rule that was broken. Scripts and tests match codes;
+sentences may change with every version. A code keeps its meaning, and belongs to one of the two classes
+(`make docs` lists all).
 
 Messages tell what others wrote: names of files and tensors, values, addresses. `printable` is what keeps that from
 speaking to the user's terminal; all messages, the log and the pages go through it.
@@ -20,6 +24,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 # Control characters but tab and line break, halves of characters, and what makes text run the other way.
 _UNPRINTABLE = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u202a-\\u202e\\u2066-\\u2069\\ud800-\\udfff]")
@@ -49,24 +54,33 @@ def reason_of(error: BaseException) -> str:
     return "it holds more than tensors and plain values" if named.startswith("Weights only load failed") else named
 
 
+def with_code(text: str, code: str) -> str:
+    """Return a message with its code in brackets at the end of the first line."""
+    first, separator, rest = text.partition("\n")
+    return f"{first} [{code}]{separator}{rest}"
+
+
 @dataclass(frozen=True)
 class Problem:
     """One wrong input.
 
     Args:
+        code: The rule that was broken, in kebab case.
         key: Where the value comes from: a config key ("optimizer.lr"), a file, a tensor.
         value: What was found, as text.
         allowed: What would be accepted.
         remedy: What the user should do.
     """
 
+    code: str
     key: str
     value: str
     allowed: str
     remedy: str
 
     def __str__(self) -> str:
-        return f"{self.key} = {self.value}\n      allowed: {self.allowed}\n      remedy:  {self.remedy}"
+        found = with_code(f"{self.key} = {self.value}", self.code)
+        return f"{found}\n      allowed: {self.allowed}\n      remedy:  {self.remedy}"
 
     def as_dict(self) -> dict[str, str]:
         """Return the problem as it stands in `plan.json`."""
@@ -84,20 +98,31 @@ class ConfigError(ValueError):
     def __init__(self, problems: Sequence[Problem], hint: str = ""):
         assert problems, "a ConfigError needs at least one problem"
         self.problems = tuple(problems)
+        self.hint = hint
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         lines = [f"{count} in the configuration:", *(f"  - {problem}" for problem in problems)]
         super().__init__(printable("\n".join([*lines, hint] if hint else lines)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exceptions are pickled with their `args`, here one text, and processes send them to each other.
+        return type(self), (self.problems, self.hint), self.__dict__
 
 
 class CheckpointError(ValueError):
     """A checkpoint, shard or receipt is not as expected.
 
     Args:
+        code: The rule that was broken, in kebab case.
         text: Names file, tensor and both sides.
     """
 
-    def __init__(self, text: str):
-        super().__init__(printable(text))
+    def __init__(self, code: str, text: str):
+        self.code = code
+        self.text = printable(text)
+        super().__init__(with_code(self.text, code))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.code, self.text), self.__dict__
 
 
 def raise_if_any(problems: Sequence[Problem], hint: str = "") -> None:

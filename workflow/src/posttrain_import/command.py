@@ -45,7 +45,7 @@ def main(words: Sequence[str], script: Path, output: Path | None) -> None:
     names = {key: value for key, value in asked.items() if any(word.startswith(f"{key}=") for word in words)}
     if output and output.exists():
         remedy = "give another name, or delete it"
-        raise ConfigError([Problem("--output", str(output), "a file that is not there yet", remedy)])
+        raise ConfigError([Problem("file-exists", "--output", str(output), "a file that is not there yet", remedy)])
     found = import_flags(*_read(script, names), CONFIG_DIR)
     text = render(found, script.name)
     if output:
@@ -72,7 +72,7 @@ def _read(script: Path, names: Mapping[str, Any]) -> tuple[Script, dict[str, Any
     if not any(name in ROWS for name in found.flags):
         allowed = "a launch script with flags of slime's or miles' train.py"
         remedy = "give the script that starts the training (docs/coming-from.md says which layouts are read)"
-        raise ConfigError([Problem(str(script), "no flag that is known here", allowed, remedy)])
+        raise ConfigError([Problem("no-known-flag", str(script), "no flag that is known here", allowed, remedy)])
     if "model" in names:
         return found, dict(names)
     own = [Path(str(names["configs"])).expanduser()] if names.get("configs") else []
@@ -86,7 +86,7 @@ def _refuse_others(script: Path) -> None:
         if mark.search(text):
             allowed = "a launch script of slime or miles"
             remedy = f"{name}'s settings are not read; docs/coming-from.md has them beside our keys"
-            raise ConfigError([Problem(str(script), f"a script of {name}", allowed, remedy)])
+            raise ConfigError([Problem("other-framework", str(script), f"a script of {name}", allowed, remedy)])
 
 
 def _refuse_fine_tuning(found: Script) -> None:
@@ -96,7 +96,9 @@ def _refuse_fine_tuning(found: Script) -> None:
         if given and mark in " ".join(given.values):
             allowed = "the flags of a training with rewards"
             remedy = "begin with recipe=sft and set its keys (docs/algorithms.md)"
-            raise ConfigError([Problem(name, f"{' '.join(given.values)} ({given.place})", allowed, remedy)])
+            raise ConfigError(
+                [Problem("fine-tuning-flags", name, f"{' '.join(given.values)} ({given.place})", allowed, remedy)]
+            )
 
 
 def _table(title: str, rows: Sequence[Told]) -> Table:

@@ -45,7 +45,9 @@ def read_launcher(path: Path, known: Mapping[str, Any]) -> Script:
         raise
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         remedy = "give a launcher that Python can parse; bash scripts end in .sh"
-        raise ConfigError([Problem(str(path), f"{type(error).__name__}: {error}", "Python", remedy)]) from None
+        raise ConfigError(
+            [Problem("not-python", str(path), f"{type(error).__name__}: {error}", "Python", remedy)]
+        ) from None
 
 
 class _Launcher:

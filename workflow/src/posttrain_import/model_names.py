@@ -37,4 +37,4 @@ def model_of(script: Script, folders: Iterable[Path]) -> str:
         remedy = f"{remedy}: did you mean {known[near.split(chr(39))[1]]!r}?"
     found = f"{name!r} ({given.place})" if given and name else "not given"
     allowed = f"a model of config/models: {', '.join(sorted(set(known.values())))}"
-    raise ConfigError([Problem("--hf-checkpoint", found, allowed, remedy)])
+    raise ConfigError([Problem("unknown-name", "--hf-checkpoint", found, allowed, remedy)])

@@ -95,7 +95,7 @@ class Budget:
 def too_much(reason: str) -> ConfigError:
     """Return the error for a script that needs more work than launch scripts do."""
     remedy = "give the script that starts the training, without what makes it long"
-    return ConfigError([Problem("the script", reason, "flags of one training", remedy)])
+    return ConfigError([Problem("script-too-long", "the script", reason, "flags of one training", remedy)])
 
 
 def flags_of(words: Iterable[Word], has_lists: bool = False) -> Script:
@@ -172,5 +172,7 @@ def read_text(path: Path) -> str:
             raise ValueError("it is binary")
     except (OSError, ValueError) as error:
         reason = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
-        raise ConfigError([Problem(str(path), reason, "a launch script: text, not large", remedy)]) from None
+        raise ConfigError(
+            [Problem("file-unreadable", str(path), reason, "a launch script: text, not large", remedy)]
+        ) from None
     return text.replace("\r\n", "\n")

@@ -182,6 +182,7 @@ def find_engine_problems(row: Mapping[str, Any], flags: Sequence[Flag]) -> Itera
     if words := row["refused"]:
         keys = [key for item in flags if _is_named(item.name, words) for key in item.keys]
         yield Problem(
+            "engine-rejects-flags",
             ", ".join(dict.fromkeys(keys)) or f"engine ({row['role']})",
             f"SGLang refuses: {words}",
             "what its own argument resolution takes",
@@ -196,7 +197,7 @@ def find_engine_problems(row: Mapping[str, Any], flags: Sequence[Flag]) -> Itera
             remedies[value, allowed] = remedy
     for (value, allowed), ranks in told.items():
         key = f"weight transfer ({row['role']}, rank {', '.join(ranks)})"
-        yield Problem(key, value, allowed, remedies[value, allowed])
+        yield Problem("engine-computes-otherwise", key, value, allowed, remedies[value, allowed])
 
 
 def _is_named(flag: str, words: str) -> bool:

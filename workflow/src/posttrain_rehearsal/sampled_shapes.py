@@ -78,4 +78,6 @@ def _problems(config: Config, rows: dict[int, list[str]]) -> Iterator[Problem]:
 
 def _problem(value: str, more: str) -> Problem:
     allowed = f"a file of two whole numbers a line, tokens of a prompt and of its response{more and f'; {more}'}"
-    return Problem("lengths", value, allowed, "correct it, or leave it out: then rows are as full as they can be")
+    return Problem(
+        "not-lengths", "lengths", value, allowed, "correct it, or leave it out: then rows are as full as they can be"
+    )

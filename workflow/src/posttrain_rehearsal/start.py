@@ -38,11 +38,14 @@ def require_rehearsable(resolved: Resolved) -> None:
     """
     if resolved.config.hardware.device != "cuda":
         found = f"{resolved.config.hardware.name}, which has no GPUs"
-        raise ConfigError([Problem("hardware", found, "one with GPUs", "train: nothing is left to rehearse")])
+        raise ConfigError(
+            [Problem("nothing-to-rehearse", "hardware", found, "one with GPUs", "train: nothing is left to rehearse")]
+        )
     if not resolved.config.hardware.compute_capability:
         found = f"none for {resolved.config.hardware.name}"
         remedy = "set it; a GPU that is not NVIDIA's cannot be rehearsed: its kernels and libraries are others"
-        raise ConfigError([Problem("hardware.compute_capability", found, "that of an NVIDIA GPU, such as 9.0", remedy)])
+        allowed = "that of an NVIDIA GPU, such as 9.0"
+        raise ConfigError([Problem("kernel-needs-nvidia", "hardware.compute_capability", found, allowed, remedy)])
     sampled_shapes_of(resolved)
     home()
 
@@ -81,7 +84,9 @@ def home() -> Path:
     folder = Path(os.environ.get(VARIABLE) or CONFIG_DIR.parent / ".envs" / "rehearsal").absolute()
     if not (folder / ".ready").exists():
         allowed = "an environment with a CUDA build of torch"
-        raise ConfigError([Problem(VARIABLE, str(folder), allowed, "`make env-rehearsal` makes it")])
+        raise ConfigError(
+            [Problem("environment-missing", VARIABLE, str(folder), allowed, "`make env-rehearsal` makes it")]
+        )
     return folder
 
 

@@ -148,9 +148,11 @@ def _errors(traces: Sequence[Trace]) -> Iterator[Problem]:
         message = next(t.error["message"] for t in first if t.rank == ranks[0] and t.error)
         value = f"{kind} on rank {ranks[0]}: {message.splitlines()[0] if message else ''}"
         if kind == "HangError":
-            yield Problem(KEY, f"hang: {message}", "all ranks of a group make the same calls", f"look at {where}")
+            yield Problem(
+                "ranks-hang", KEY, f"hang: {message}", "all ranks of a group make the same calls", f"look at {where}"
+            )
         else:
-            yield Problem(KEY, value, "every line runs", f"look at {where}; its trace is in the JSON")
+            yield Problem("rank-fails", KEY, value, "every line runs", f"look at {where}; its trace is in the JSON")
 
 
 def _where(trace: str) -> str:
@@ -170,7 +172,9 @@ def _different_groups(traces: Sequence[Trace], is_whole: bool = True) -> Iterato
         number = next((number for number, (mine, theirs) in enumerate(pairs) if mine != theirs), None)
         if number is not None:
             value = f"ranks {traces[0].rank} and {other.rank} make another group number {number}"
-            yield Problem(KEY, value, "all ranks make all groups in the same order", "look at what makes groups")
+            yield Problem(
+                "groups-differ", KEY, value, "all ranks make all groups in the same order", "look at what makes groups"
+            )
             return
 
 
@@ -194,7 +198,9 @@ def _different_calls(traces: Sequence[Trace]) -> Iterator[Problem]:
                         f"hang: rank {one} calls {mine or 'nothing'}, rank {two} of group {group} {theirs or 'nothing'}"
                     )
                     where = _with_ours(traces, one if mine else two, mine or theirs)
-                    yield Problem(KEY, value, "all ranks of a group make the same calls", f"look at {where}")
+                    yield Problem(
+                        "calls-differ", KEY, value, "all ranks of a group make the same calls", f"look at {where}"
+                    )
                     return
 
 
@@ -224,7 +230,7 @@ def _unmatched(traces: Sequence[Trace], is_whole: bool = True) -> Iterator[Probl
             if not (mine and theirs) or (mine.dtype, mine.shapes) != (theirs.dtype, theirs.shapes):
                 value = f"hang: rank {pair[0]} sends {mine or 'nothing'}, rank {pair[1]} receives {theirs or 'nothing'}"
                 where = (mine or theirs).place
-                yield Problem(KEY, value, "what is sent is received", f"look at {where}")
+                yield Problem("message-unmatched", KEY, value, "what is sent is received", f"look at {where}")
                 return
 
 
@@ -240,7 +246,8 @@ def _gradients_by_micro_batch(traces: Sequence[Trace]) -> Iterator[Problem]:
             place = next(call.place for call in trace.calls if GRADIENTS in call.place and "reduce" in call.name)
             found = " and ".join(f"{count} times in step {step}" for step, count in sorted(counts.items()))
             value = f"rank {trace.rank} adds up gradients {found}, which differ in micro-batches"
-            yield Problem(KEY, value, "once for each bucket and update", f"look at {place}, and at `no_sync_func`")
+            remedy = f"look at {place}, and at `no_sync_func`"
+            yield Problem("gradients-per-micro-batch", KEY, value, "once for each bucket and update", remedy)
             return
 
 
@@ -249,7 +256,7 @@ def _gradients_too_early(traces: Sequence[Trace]) -> Iterator[Problem]:
         if trace.late:
             value = f"rank {trace.rank} gives gradients away to be added up, and later micro-batches add to them"
             remedy = f"look at {trace.late[0]}, and at `no_sync_func`"
-            yield Problem(KEY, value, "after an update's last micro-batch", remedy)
+            yield Problem("gradients-too-early", KEY, value, "after an update's last micro-batch", remedy)
             return
 
 
@@ -274,7 +281,8 @@ def _gradients_by_group(config: Config, traces: Sequence[Trace]) -> Iterator[Pro
                 value = (
                     f"rank {trace.rank} adds up gradients of {name} {found} {'it, too' if left_out else 'another part'}"
                 )
-                yield Problem(KEY, value, "over all ranks that hold the same part", f"look at {row['place']}")
+                remedy = f"look at {row['place']}"
+                yield Problem("gradients-of-wrong-group", KEY, value, "over all ranks that hold the same part", remedy)
                 return
 
 
@@ -284,7 +292,7 @@ def _miscounted(traces: Sequence[Trace]) -> Iterator[Problem]:
         # Stages that only receive the sum have no place for it.
         rank, (what, found, expected, where) = max(wrong, key=lambda pair: bool(pair[1][3]))
         value = f"rank {rank} counts {found} {what} of {expected}"
-        yield Problem(KEY, value, "each once", f"look at {where}: over which ranks it adds up")
+        yield Problem("miscounted", KEY, value, "each once", f"look at {where}: over which ranks it adds up")
 
 
 def _waiting(config: Config, traces: Sequence[Trace]) -> Iterator[Problem]:
@@ -295,7 +303,7 @@ def _waiting(config: Config, traces: Sequence[Trace]) -> Iterator[Problem]:
         call = next((call for call in trace.calls if call.phase.endswith(" rollout") and not call.of_host), None)
         if call:
             value = f"rank {trace.rank} waits in NCCL's {call.name} at {call.place} while engines answer"
-            yield Problem(KEY, value, "who waits for a rollout waits in gloo", f"look at {call.place}")
+            yield Problem("waits-in-nccl", KEY, value, "who waits for a rollout waits in gloo", f"look at {call.place}")
             return
 
 
@@ -311,7 +319,8 @@ def _kept(traces: Sequence[Trace]) -> Iterator[Problem]:
             _, where, size = max(ours, key=lambda holder: holder[2], default=("", "", 0))
             if size > max(LITTLE_BYTES, weights * LITTLE_SHARE):
                 value = f"{size / GIB:.3f} GiB of {where} outlive their step on rank {trace.rank}"
-                yield Problem(KEY, value, f"at most {LITTLE_SHARE:.0%} of the weights", f"look at {where.split()[0]}")
+                remedy = f"look at {where.split()[0]}"
+                yield Problem("memory-kept", KEY, value, f"at most {LITTLE_SHARE:.0%} of the weights", remedy)
                 return
 
 
@@ -331,7 +340,8 @@ def _awake_in_others_turn(config: Config, traces: Sequence[Trace]) -> Iterator[P
             if size > LITTLE_BYTES:
                 value = f"{size / GIB:.3f} GiB of {kind} are awake on rank {trace.rank} in {phase['name']}"
                 allowed = "what a phase does not need sleeps (engine.sleep)"
-                yield Problem(KEY, value, allowed, f"look at what puts it to sleep, and at {where.split()[0]}")
+                remedy = f"look at what puts it to sleep, and at {where.split()[0]}"
+                yield Problem("awake-while-unused", KEY, value, allowed, remedy)
                 return
 
 
@@ -352,9 +362,12 @@ def _memory(config: Config, traces: Sequence[Trace], reserved_gib: float, left_o
     trace = next(trace for trace in traces if trace.rank == rank)
     phase = max((phase for phase in trace.phases if phase["name"] == name), key=lambda phase: phase["peak"])
     kind, where, _ = max(phase["holders"], key=lambda holder: holder[2])
+    allowed = f"at most {config.hardware.memory_gib_per_gpu} GiB; {reserved_gib:.1f} are contexts and communicators"
+    remedy = "fewer tokens, more nodes, or another layout: `posttrain plan` proposes some"
     yield Problem(
+        "trainer-exceeds-memory",
         "trainer.max_tokens_per_gpu",
         f"{needed:.1f} GiB on rank {rank} in {name}, most of it {kind} of {where}",
-        f"at most {config.hardware.memory_gib_per_gpu} GiB; {reserved_gib:.1f} are contexts and communicators",
-        "fewer tokens, more nodes, or another layout: `posttrain plan` proposes some",
+        allowed,
+        remedy,
     )

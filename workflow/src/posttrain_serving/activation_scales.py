@@ -32,4 +32,10 @@ def check_scales(folder: Path) -> None:
         return
     allowed = "scales that a calibration has measured: with 1, small activations are lost"
     remedy = f"make it with `snakemake finalize_serving`, which calibrates, or set {UNCALIBRATED_VARIABLE}=1"
-    raise ConfigError([Problem("checkpoint", f"{folder}: all {len(names)} input_scale are 1", allowed, remedy)])
+    raise ConfigError(
+        [
+            Problem(
+                "scales-not-calibrated", "checkpoint", f"{folder}: all {len(names)} input_scale are 1", allowed, remedy
+            )
+        ]
+    )

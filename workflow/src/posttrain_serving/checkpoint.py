@@ -79,7 +79,9 @@ def find_checkpoint(what: str, precision: str, folders: Iterable[Path], results:
         return _of_repository(what, precision, known, folders)
     near = did_you_mean(what, sorted(set(known.values())))
     allowed = f"a folder, a run of {results}, a repository such as zai-org/GLM-5-FP8, or a model of config/models"
-    raise ConfigError([Problem("checkpoint", one_line(repr(what)), allowed, near or "correct the name")])
+    raise ConfigError(
+        [Problem("no-such-checkpoint", "checkpoint", one_line(repr(what)), allowed, near or "correct the name")]
+    )
 
 
 def of_run(resolved: Resolved, precision: str) -> Checkpoint:
@@ -93,7 +95,13 @@ def of_run(resolved: Resolved, precision: str) -> Checkpoint:
     if precision == "nvfp4" and (serving.format, serving.weights) != ("nvfp4", "trained"):
         value = f"nvfp4 with serving.format={serving.format}, serving.weights={serving.weights}"
         remedy = "add set='serving.weights=trained' to the words of the run (docs/checkpoints.md)"
-        raise ConfigError([Problem("--precision", value, "serving.format=nvfp4, serving.weights=trained", remedy)])
+        raise ConfigError(
+            [
+                Problem(
+                    "precision-not-made", "--precision", value, "serving.format=nvfp4, serving.weights=trained", remedy
+                )
+            ]
+        )
     folder = {"fp8": paths.export_fp8, "nvfp4": paths.serving}.get(precision, paths.hf_export)
     missing = "" if (folder / CONFIG_FILE).is_file() else f"`snakemake {receipt_of(folder)}` of this configuration"
     place, hardware = str(folder.absolute()), resolved.config.hardware.name
@@ -118,7 +126,9 @@ def _of_model(config: Config, precision: str) -> Checkpoint:
     model = config.model
     if model.source.kind != "hub":
         remedy = f"give a folder, or the run: posttrain serve model={model.name}"
-        raise ConfigError([Problem("checkpoint", model.name, "a model that comes from the Hub", remedy)])
+        raise ConfigError(
+            [Problem("model-made-here", "checkpoint", model.name, "a model that comes from the Hub", remedy)]
+        )
     source, hardware = model.source.repo_id, config.hardware.name
     found = Checkpoint(source, served_name(source), model.architecture, "bf16", False, hardware=hardware)
     return _in_form(replace(found, revision=_pinned(source, config)), precision)
@@ -138,7 +148,7 @@ def _of_repository(what: str, precision: str, known: dict[str, str], folders: li
             return _in_form(replace(found, revision=_pinned(what, config)), precision)
     allowed = f"a repository named after a model of config/models: {', '.join(sorted(set(known.values())))}"
     remedy = "download it and give its folder: what it is stands in its config.json"
-    raise ConfigError([Problem("checkpoint", one_line(what), allowed, remedy)])
+    raise ConfigError([Problem("unknown-name", "checkpoint", one_line(what), allowed, remedy)])
 
 
 def _pinned(repository: str, config: Config) -> str:
@@ -166,7 +176,13 @@ def _checked(found: Checkpoint, precision: str) -> Checkpoint:
         return found
     made = {"fp8": "finalize_rollout_fp8", "nvfp4": "finalize_serving", "bf16": "finalize_bf16"}[precision]
     remedy = f"leave --precision out, or make it: `snakemake {made}` (docs/checkpoints.md), and give that folder"
-    raise ConfigError([Problem("--precision", precision, f"{found.precision}, which {found.place} is in", remedy)])
+    raise ConfigError(
+        [
+            Problem(
+                "precision-not-made", "--precision", precision, f"{found.precision}, which {found.place} is in", remedy
+            )
+        ]
+    )
 
 
 def _config_of(model: str, folders: list[Path]) -> Config:

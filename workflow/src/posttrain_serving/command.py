@@ -109,7 +109,9 @@ def _find(
     if bool(name) == has_run:
         value = f"{name!r} and a run" if name else "nothing"
         allowed = "one of both: a name, or the words that describe a run"
-        raise ConfigError([Problem("checkpoint", value, allowed, "posttrain serve zai-org/GLM-5-FP8, say")])
+        raise ConfigError(
+            [Problem("not-one-checkpoint", "checkpoint", value, allowed, "posttrain serve zai-org/GLM-5-FP8, say")]
+        )
     if has_run:
         return of_run(resolve(request, CONFIG_DIR), serve_request.precision)
     own = parse_request(place).own_folder
@@ -120,7 +122,7 @@ def _machine(hardware: str, place: dict[str, Any]) -> Resolved:
     """Return a configuration with the hardware; its model is a small placeholder."""
     if not hardware:
         known = ", ".join(_hardware_names(place))
-        raise ConfigError([Problem("--hardware", "not given", known, "say what it is to be served on")])
+        raise ConfigError([Problem("not-set", "--hardware", "not given", known, "say what it is to be served on")])
     return merge({"model": "tiny", "site": "local", **place, "hardware": hardware}, CONFIG_DIR)
 
 
@@ -144,7 +146,9 @@ def _check(address: str, checkpoint: Checkpoint) -> None:
     if canary is None:
         allowed = "a folder that training has exported, with what its trainer says of four prompts"
         remedy = "export the run with this version; other checkpoints have nothing to be held against"
-        raise ConfigError([Problem(CANARY_NAME, f"not in {checkpoint.place}", allowed, remedy)])
+        raise ConfigError(
+            [Problem("no-reference-logprobs", CANARY_NAME, f"not in {checkpoint.place}", allowed, remedy)]
+        )
     url = address if "://" in address else f"http://{address}"
     secret = os.environ.get(SECRET_VARIABLE, "")
     try:
@@ -152,7 +156,7 @@ def _check(address: str, checkpoint: Checkpoint) -> None:
     except EngineError as error:
         allowed = "a server that is healthy and computes log-probabilities of a prompt"
         remedy = f"start it, or correct the address; where it wants a secret, export {SECRET_VARIABLE}"
-        raise ConfigError([Problem("--check", f"{url}: {error}", allowed, remedy)]) from error
+        raise ConfigError([Problem("server-unusable", "--check", f"{url}: {error}", allowed, remedy)]) from error
     print(f"{url} serves {checkpoint.place}: {told(held)}")
 
 
@@ -161,9 +165,15 @@ def _check_launch(launch: Launch, serve_request: ServeRequest, checkpoint: Check
     key, remedy = "serve", "--print shows it; start it where it belongs"
     if launch.files or serve_request.prefill_apart:
         what = f"files for {serve_request.engine}" if launch.files else f"{len(launch.processes)} processes"
-        raise ConfigError([Problem(key, what, "one engine", remedy)])
+        raise ConfigError([Problem("one-machine", key, what, "one engine", remedy)])
     if checkpoint.missing:
-        raise ConfigError([Problem("checkpoint", checkpoint.place, "a folder that is there", checkpoint.missing)])
+        raise ConfigError(
+            [
+                Problem(
+                    "no-such-checkpoint", "checkpoint", checkpoint.place, "a folder that is there", checkpoint.missing
+                )
+            ]
+        )
 
 
 def _submit(
@@ -173,9 +183,8 @@ def _submit(
     found = list(_without_secret(launch.processes[0]))
     if serve_request.host in LOCAL:
         allowed = "an address that others reach, such as 0.0.0.0"
-        found.append(
-            Problem("--host", serve_request.host, allowed, "give it; who reaches the node may ask (docs/serving.md)")
-        )
+        remedy = "give it; who reaches the node may ask (docs/serving.md)"
+        found.append(Problem("not-reachable", "--host", serve_request.host, allowed, remedy))
     raise_if_any(found)
     name = serve_request.name or Path(server.name).name
     job, log = submit(config, results, server.checkpoint, words, name, launch.size.nodes)
@@ -205,7 +214,7 @@ def _serve(
     """Run the engine, or this node's part of it, in the foreground; return its exit code."""
     if len(launch.processes) > 1 and not server.job:
         allowed, remedy = "one engine on this machine", "site= of a SLURM serves it as a job; --print shows it"
-        raise ConfigError([Problem("serve", f"{len(launch.processes)} processes", allowed, remedy)])
+        raise ConfigError([Problem("one-machine", "serve", f"{len(launch.processes)} processes", allowed, remedy)])
     process, has_gpus = launch.processes[rank], config.hardware.device == "cuda"
     raise_if_any(list(_lacking(process, launch)))
     gpus = visible_gpus(launch.size.num_gpus // launch.size.nodes) if has_gpus else ()
@@ -219,7 +228,7 @@ def _serve(
 def _without_secret(process: Process) -> Iterator[Problem]:
     if process.is_ours and not os.environ.get(SECRET_VARIABLE):
         needed = "a text that only those who may ask know"
-        yield Problem(SECRET_VARIABLE, "not set", needed, f"export {SECRET_VARIABLE}=...")
+        yield Problem("secret-not-set", SECRET_VARIABLE, "not set", needed, f"export {SECRET_VARIABLE}=...")
 
 
 def _lacking(process: Process, launch: Launch) -> Iterator[Problem]:
@@ -227,14 +236,14 @@ def _lacking(process: Process, launch: Launch) -> Iterator[Problem]:
     remedy = "--print shows the command"
     if not shutil.which(process.argv[0]):
         found = f"no {process.argv[0]} on PATH"
-        yield Problem("--engine", found, "an engine that is installed here", f"install it; {remedy}")
+        yield Problem("program-missing", "--engine", found, "an engine that is installed here", f"install it; {remedy}")
     if launch.compiles and not shutil.which("nvcc"):
         needed = f"CUDA's compiler: {launch.compiles}"
-        yield Problem("nvcc", "not on PATH", needed, f"put CUDA's bin folder on PATH; {remedy}")
+        yield Problem("program-missing", "nvcc", "not on PATH", needed, f"put CUDA's bin folder on PATH; {remedy}")
     if launch.compiles and (package := _deep_gemm_of(process.argv[0])) and not (package / CUTLASS).exists():
         needed = f"CUTLASS's headers, with which it is compiled: {launch.compiles}"
         reinstall = "install vLLM's wheel anew, or build DeepGEMM with its submodules"
-        yield Problem(str(package), f"has no {CUTLASS}", needed, f"{reinstall}; {remedy}")
+        yield Problem("package-missing", str(package), f"has no {CUTLASS}", needed, f"{reinstall}; {remedy}")
     yield from _without_secret(process)
 
 

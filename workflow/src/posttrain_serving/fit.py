@@ -61,7 +61,9 @@ def choose_size(serve_request: ServeRequest, precision: str, config: Config, oth
     nearest = _nearest(serve_request, precision, config, others)
     remedy = "; ".join(nearest) or f"another engine, or a model that {hardware.name} holds"
     at_most = f"at most {allowed:.1f} GiB, {SERVING_SHARE:.0%} of {hardware.memory_gib_per_gpu:g}"
-    raise ConfigError([Problem("--nodes" if serve_request.nodes else "--hardware", value, at_most, remedy)])
+    raise ConfigError(
+        [Problem("engine-exceeds-memory", "--nodes" if serve_request.nodes else "--hardware", value, at_most, remedy)]
+    )
 
 
 def attention_of(serve_request: ServeRequest, arch: Architecture) -> str:

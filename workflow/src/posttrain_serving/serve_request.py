@@ -108,37 +108,41 @@ def _check_format(
         else _WHY.get(precision, "")
     )
     allowed = f"{', '.join(known) or 'none'} by {serve_request.engine} on {hardware.name}{why}"
-    yield Problem("--precision", precision, allowed, ", or ".join(remedies))
+    yield Problem("no-kernel-for-format", "--precision", precision, allowed, ", or ".join(remedies))
 
 
 def _check_engine(serve_request: ServeRequest, hardware: Hardware) -> Iterator[Problem]:
     capability, is_cpu = hardware.compute_capability, hardware.device == "cpu"
     if serve_request.engine == "vllm" and not capability:
         allowed = f"sglang{' or embedded' if is_cpu else ''} on {hardware.name}: no guide has GLM-5 with vLLM on it"
-        yield Problem("--engine", "vllm", allowed, "--engine sglang, or --hardware b200, which the guide is for")
+        remedy = "--engine sglang, or --hardware b200, which the guide is for"
+        yield Problem("no-guide-for-engine", "--engine", "vllm", allowed, remedy)
     if serve_request.engine == "trtllm" and not capability.startswith(DATA_CENTER_BLACKWELL):
         allowed = f"sglang{' or vllm' if capability else ''} on {hardware.name}: TensorRT-LLM's guide is for SM100"
-        yield Problem("--engine", "trtllm", allowed, "--engine sglang, or --hardware b200")
+        yield Problem("no-guide-for-engine", "--engine", "trtllm", allowed, "--engine sglang, or --hardware b200")
 
 
 def _check_options(serve_request: ServeRequest, precision: str, config: Config) -> Iterator[Problem]:
     if serve_request.prefill_apart and (serve_request.engine != "sglang" or config.hardware.device == "cpu"):
         where = "sglang on GPUs"
-        yield Problem("--prefill-apart", serve_request.engine, where, f"leave it out, or serve with {where}")
+        remedy = f"leave it out, or serve with {where}"
+        yield Problem("prefill-needs-sglang", "--prefill-apart", serve_request.engine, where, remedy)
     if serve_request.prefill_apart and serve_request.nodes % 2:
         allowed = "an even number: half of the nodes prefill, half decode"
-        yield Problem("--nodes", str(serve_request.nodes), allowed, f"--nodes {serve_request.nodes + 1}")
+        yield Problem(
+            "nodes-not-even", "--nodes", str(serve_request.nodes), allowed, f"--nodes {serve_request.nodes + 1}"
+        )
     arch = config.model.architecture
     is_glm5 = arch.model_type == "glm_moe_dsa" and arch.index_topk_freq == 1 and arch.num_hidden_layers == 78
     if serve_request.index_cache and (serve_request.engine != "sglang" or precision != "fp8" or not is_glm5):
         allowed = "GLM-5 in FP8 with sglang, which is what the cookbook's pattern of layers is for"
         value = f"{config.model.name} in {precision} with {serve_request.engine}"
-        yield Problem("--index-cache", value, allowed, "leave it out")
+        yield Problem("index-cache-unproven", "--index-cache", value, allowed, "leave it out")
     if not 1 <= serve_request.port <= 65535:
-        yield Problem("--port", str(serve_request.port), "1 to 65535", "give a port")
+        yield Problem("out-of-range", "--port", str(serve_request.port), "1 to 65535", "give a port")
     if serve_request.nodes < 0:
-        yield Problem("--nodes", str(serve_request.nodes), "1 or more; 0: as few as are needed", "give their number")
+        remedy = "give their number"
+        yield Problem("out-of-range", "--nodes", str(serve_request.nodes), "1 or more; 0: as few as are needed", remedy)
     if serve_request.engine in ("embedded", "trtllm") and serve_request.nodes > 1:
-        yield Problem(
-            "--nodes", str(serve_request.nodes), f"1 with {serve_request.engine}", "--nodes 1, or --engine sglang"
-        )
+        remedy = "--nodes 1, or --engine sglang"
+        yield Problem("one-machine", "--nodes", str(serve_request.nodes), f"1 with {serve_request.engine}", remedy)

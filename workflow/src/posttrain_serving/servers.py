@@ -103,7 +103,9 @@ def read_servers(results: Path) -> list[tuple[Path, Server]]:
         except FileNotFoundError:  # it just ended
             continue
         except (ValueError, TypeError, KeyError) as error:
-            raise CheckpointError(f"{path}: not of a server ({error})\n  remedy: delete it") from error
+            raise CheckpointError(
+                "server-record-invalid", f"{path}: not of a server ({error})\n  remedy: delete it"
+            ) from error
         found.append((path, server))
     return found
 
@@ -162,7 +164,7 @@ def _taken(results: Path, server: Server, folder: str, what: str, remedy: str, j
     serves = [other for other in known if f"port-{other.port}" == folder or folder[4:] in map(_plain, other.gpus)]
     named = f", which serves {serves[0]}" if serves else ""
     stop = f"`posttrain serve {serves[0].name} --stop` ends it, or " if serves else ""
-    return Problem(what, f"has {holder}{named}", f"a free one of {server.host}", stop + remedy)
+    return Problem("port-in-use", what, f"has {holder}{named}", f"a free one of {server.host}", stop + remedy)
 
 
 def _lease_folder(results: Path, host: str, name: str) -> Path:

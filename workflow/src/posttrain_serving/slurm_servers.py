@@ -90,7 +90,7 @@ def stop(results: Path, name: str) -> list[str]:
     found = named(read_servers(results), name)
     if len({server.name for _, server in found}) > 1:
         listed = "; ".join(str(server) for _, server in found)
-        raise ConfigError([Problem("--stop", listed, "one of them", "posttrain serve NAME --stop")])
+        raise ConfigError([Problem("several-servers", "--stop", listed, "one of them", "posttrain serve NAME --stop")])
     if not found:
         return [f"no server of {name or 'anybody'} is known in {results / FOLDER}: there is nothing to end"]
     return [_stop(results, path, server) for path, server in found]
@@ -131,23 +131,28 @@ def _cancel(server: Server) -> None:
         ask("scancel", number)
     except RuntimeError as error:
         remedy = "run this where SLURM can be asked, as the job's user"
-        raise ConfigError([Problem("--stop", f"{server}: {error}", "a job of yours that serves", remedy)]) from error
+        raise ConfigError(
+            [Problem("no-such-job", "--stop", f"{server}: {error}", "a job of yours that serves", remedy)]
+        ) from error
 
 
 def _end(results: Path, server: Server, holder: Holder) -> None:
     if server.host != this_machine():
         remedy = f"run it on {server.host}"
-        raise ConfigError([Problem("--stop", str(server), f"a server of {this_machine()}, or a job", remedy)])
+        raise ConfigError(
+            [Problem("server-elsewhere", "--stop", str(server), f"a server of {this_machine()}, or a job", remedy)]
+        )
     try:
         process = psutil.Process(holder.pid)
         # Anyone who can write into the results folder could name any process of this user.
         if "serve" not in process.cmdline() or not is_server(results, server, holder):
             allowed = "the process of `posttrain serve` that has taken the lease"
-            raise ConfigError(
-                [Problem("--stop", f"{server}, by {holder}", allowed, f"look what it is, then `kill {holder.pid}`")]
-            )
+            remedy = f"look what it is, then `kill {holder.pid}`"
+            raise ConfigError([Problem("not-our-process", "--stop", f"{server}, by {holder}", allowed, remedy)])
         process.terminate()
     except psutil.NoSuchProcess:
         pass
     except (psutil.AccessDenied, PermissionError) as error:
-        raise ConfigError([Problem("--stop", f"{server}, by {holder}", "a server of yours", "ask its user")]) from error
+        raise ConfigError(
+            [Problem("server-of-another-user", "--stop", f"{server}, by {holder}", "a server of yours", "ask its user")]
+        ) from error

@@ -3,6 +3,7 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.rejections import rejected
 
 from posttrain.checkpoint.formats.config_patch import (
     PATCH_FILE,
@@ -12,7 +13,6 @@ from posttrain.checkpoint.formats.config_patch import (
     undo_patch,
     write_patched,
 )
-from posttrain.errors import CheckpointError
 
 RENAME = Change("rename", "/b", "b", "c")
 REPLACE = Change("replace", "/a", 1, [2])
@@ -31,16 +31,16 @@ def test_a_change_that_is_made_already_is_left_alone():
 
 
 @pytest.mark.parametrize(
-    ("content", "change", "message"),
+    ("content", "change", "data"),
     [
-        ({"a": 3}, REPLACE, r"f: a is 3, neither 1 nor \[2\]"),
-        ({}, REPLACE, "f: a is None, neither"),
-        ({"d": 0}, RENAME, "f: expected one of the keys 'b' and 'c'"),
-        ({"b": 0, "c": 0}, RENAME, "f: expected one of the keys 'b' and 'c'"),
+        ({"a": 3}, REPLACE, ["f: ", "3", "1", "[2]"]),
+        ({}, REPLACE, ["f: ", "None"]),
+        ({"d": 0}, RENAME, ["f: ", "'b'", "'c'"]),
+        ({"b": 0, "c": 0}, RENAME, ["f: ", "'b'", "'c'"]),
     ],
 )
-def test_something_else_than_before_or_after_is_refused(content, change, message):
-    with pytest.raises(CheckpointError, match=message):
+def test_something_else_than_before_or_after_is_refused(content, change, data):
+    with rejected("patch-does-not-apply", *data):
         apply_changes(content, [change], "f")
 
 
@@ -96,12 +96,12 @@ def test_an_undo_that_was_cut_short_goes_on(tmp_path):
 
 def test_a_file_changed_by_hand_since_is_not_overwritten(tmp_path):
     write_patched(tmp_path, {"one.json": {"a": "by hand"}}, {"one.json": [REPLACE]})
-    with pytest.raises(CheckpointError, match=r"one.json: a is 'by hand'"):
+    with rejected("patch-does-not-apply", "one.json: a is 'by hand'"):
         undo_patch(tmp_path)
     assert (tmp_path / PATCH_FILE).exists()
 
 
 def test_a_record_that_is_none(tmp_path):
     (tmp_path / PATCH_FILE).write_text('{"config.json": [{"what": 1}]}')
-    with pytest.raises(CheckpointError, match="not a record of changes"):
+    with rejected("patch-unreadable"):
         read_patch(tmp_path)

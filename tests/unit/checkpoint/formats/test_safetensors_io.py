@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.support.rejections import rejected
 from tests.support.tiny_checkpoint import write_shards
 
 from posttrain.checkpoint.formats.safetensors_io import (
@@ -15,7 +16,6 @@ from posttrain.checkpoint.formats.safetensors_io import (
     read_index,
     read_metadata,
 )
-from posttrain.errors import CheckpointError
 
 
 def write_raw(path, rows, data, metadata=None):
@@ -59,62 +59,62 @@ def test_positions_count_from_the_beginning_of_the_file(tmp_path):
     assert read_metadata(path) == {"format": "pt"}
 
 
-@pytest.mark.parametrize("keep", [0, 5, 20, -1])
-def test_a_truncated_file_is_named_with_both_sizes(folder, keep):
+@pytest.mark.parametrize(
+    ("keep", "code"), [(0, "shard-empty"), (5, "shard-truncated"), (20, "shard-truncated"), (-1, "shard-truncated")]
+)
+def test_a_truncated_file_is_named_with_both_sizes(folder, keep, code):
     path = folder / "model-00002-of-00002.safetensors"
     size = path.stat().st_size
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(CheckpointError, match="truncated") as error:
+    with rejected(code, path) as error:
         read_header(path)
-    assert str(path) in str(error.value)
     assert str(keep % size) in str(error.value)
     if keep == -1:
         assert str(size) in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("rows", "length", "expected"),
+    ("rows", "length", "code", "found"),
     [
-        ({"a": ("F32", [2], 0, 8), "b": ("F32", [1], 4, 8)}, 8, "tensor b at byte .* overlaps"),
-        ({"a": ("F32", [1], 0, 4), "b": ("F32", [1], 8, 12)}, 12, "tensor b at byte .* leaves a gap"),
-        ({"a": ("F32", [1], 0, 4)}, 6, "bytes that no tensor owns"),
-        ({"a": ("F32", [3], 0, 8)}, 8, r"tensor a has 8 bytes, F32 \[3\] needs 12"),
-        ({"a": ("F31", [3], 0, 8)}, 8, "tensor a described as"),
-        ({"a": ("F32", [-1], 0, -4)}, 8, "corrupt: tensor a"),
-        ({"a": ("F32", [float("inf")], 0, 8)}, 8, "tensor a described as .*whole numbers"),
-        ({"a": ("F32", [2.5], 0, 8)}, 8, "tensor a described as .*whole numbers"),
-        ({"a": ("F32", ["2"], 0, 8)}, 8, "tensor a described as .*whole numbers"),
-        ({"a": ("F32", [True, 2], 0, 8)}, 8, "tensor a described as .*whole numbers"),
-        ({"a": ("F32", [2**63], 0, 8)}, 8, "tensor a described as .*whole numbers"),
-        ({"a": ("F32", [2**62] * 64, 0, 8)}, 8, "tensor a has 8 bytes"),
-        ({"a": ("F32", [1] * 65, 0, 4)}, 4, "tensor a described as .*whole numbers"),
-        ({"a": ("F32", [2], 0.0, 8)}, 8, "tensor a described as .*whole numbers"),
-        ({"a": ("F32", [2], -8, 0)}, 8, "tensor a described as .*whole numbers"),
-        ({"a\x1b[2J": ("F32", [2], 0, 8)}, 8, r"unprintable characters: 'a\\x1b\[2J'"),
-        ({"a\nb": ("F32", [2], 0, 8)}, 8, r"unprintable characters: 'a\\nb'"),
+        ({"a": ("F32", [2], 0, 8), "b": ("F32", [1], 4, 8)}, 8, "shard-offsets", "tensor b"),
+        ({"a": ("F32", [1], 0, 4), "b": ("F32", [1], 8, 12)}, 12, "shard-offsets", "tensor b"),
+        ({"a": ("F32", [1], 0, 4)}, 6, "shard-too-long", "x.safetensors"),
+        ({"a": ("F32", [3], 0, 8)}, 8, "shard-header", "tensor a has 8 bytes, F32 [3] needs 12"),
+        ({"a": ("F31", [3], 0, 8)}, 8, "shard-header", "tensor a "),
+        ({"a": ("F32", [-1], 0, -4)}, 8, "shard-header", "tensor a "),
+        ({"a": ("F32", [float("inf")], 0, 8)}, 8, "shard-header", "tensor a "),
+        ({"a": ("F32", [2.5], 0, 8)}, 8, "shard-header", "tensor a "),
+        ({"a": ("F32", ["2"], 0, 8)}, 8, "shard-header", "tensor a "),
+        ({"a": ("F32", [True, 2], 0, 8)}, 8, "shard-header", "tensor a "),
+        ({"a": ("F32", [2**63], 0, 8)}, 8, "shard-header", "tensor a "),
+        ({"a": ("F32", [2**62] * 64, 0, 8)}, 8, "shard-header", "tensor a has 8 bytes"),
+        ({"a": ("F32", [1] * 65, 0, 4)}, 4, "shard-header", "tensor a "),
+        ({"a": ("F32", [2], 0.0, 8)}, 8, "shard-header", "tensor a "),
+        ({"a": ("F32", [2], -8, 0)}, 8, "shard-header", "tensor a "),
+        ({"a\x1b[2J": ("F32", [2], 0, 8)}, 8, "tensor-name", r"'a\x1b[2J'"),
+        ({"a\nb": ("F32", [2], 0, 8)}, 8, "tensor-name", r"'a\nb'"),
     ],
 )
-def test_a_header_that_does_not_fit_its_file_is_refused(tmp_path, rows, length, expected):
+def test_a_header_that_does_not_fit_its_file_is_refused(tmp_path, rows, length, code, found):
     path = tmp_path / "x.safetensors"
     write_raw(path, rows, bytes(length))
-    with pytest.raises(CheckpointError, match=expected) as error:
+    with rejected(code, found, path):
         read_header(path)
-    assert str(path) in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("content", "expected"),
+    ("content", "code", "found"),
     [
-        (b"\x04\0\0\0\0\0\0\0oops", "not JSON"),
-        (b"\x02\0\0\0\0\0\0\0[]", "a list, not an object"),
-        ((200_000).to_bytes(8, "little") + b"[" * 200_000, r"not JSON \(nested too deeply\)"),
-        (b"<!DOCTYPE html><html>", "an HTML page"),
+        (b"\x04\0\0\0\0\0\0\0oops", "shard-header", "JSON"),
+        (b"\x02\0\0\0\0\0\0\0[]", "shard-header", "list"),
+        ((200_000).to_bytes(8, "little") + b"[" * 200_000, "shard-header", "nested too deeply"),
+        (b"<!DOCTYPE html><html>", "placeholder", "HTML"),
     ],
 )
-def test_something_else_than_safetensors_is_refused(tmp_path, content, expected):
+def test_something_else_than_safetensors_is_refused(tmp_path, content, code, found):
     path = tmp_path / "x.safetensors"
     path.write_bytes(content)
-    with pytest.raises(CheckpointError, match=expected):
+    with rejected(code, found):
         read_header(path)
 
 
@@ -155,7 +155,7 @@ def test_every_absent_or_broken_file_is_named_at_once(folder):
     first, second = folder / "model-00001-of-00002.safetensors", folder / "model-00002-of-00002.safetensors"
     first.unlink()
     second.write_bytes(second.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match="not complete") as error:
+    with rejected("shards-incomplete") as error:
         CheckpointReader(folder)
     assert f"{first}: no such file" in str(error.value)
     assert f"{second}: truncated" in str(error.value)
@@ -166,39 +166,36 @@ def test_every_tensor_that_the_index_misplaces_is_named(folder):
     index["weight_map"]["a"] = "model-00002-of-00002.safetensors"
     index["weight_map"]["ghost"] = "model-00001-of-00002.safetensors"
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match="the index is wrong") as error:
+    with rejected("index-wrong") as error:
         CheckpointReader(folder)
     assert "a is not in model-00002-of-00002.safetensors" in str(error.value)
     assert "ghost is not in model-00001-of-00002.safetensors" in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("index", "expected"),
+    ("index", "code", "found"),
     [
-        ("{", "not an index"),
-        ("[]", "not an index"),
-        ('{"weights": {}}', "not an index"),
-        ('{"weight_map": ["a"]}', "must map"),
-        ('{"weight_map": {"a": 3}}', "index.json: a int is not the name of a file"),
-        (
-            '{"weight_map": {"a": "../secret.safetensors"}}',
-            "'../secret.safetensors' is not the name of a file",
-        ),
+        ("{", "index-invalid", ""),
+        ("[]", "index-invalid", ""),
+        ('{"weights": {}}', "index-invalid", "weight_map"),
+        ('{"weight_map": ["a"]}', "index-invalid", "weight_map"),
+        ('{"weight_map": {"a": 3}}', "name-leaves-folder", "int"),
+        ('{"weight_map": {"a": "../secret.safetensors"}}', "name-leaves-folder", "'../secret.safetensors'"),
     ],
 )
-def test_something_else_than_an_index_is_refused(tmp_path, index, expected):
+def test_something_else_than_an_index_is_refused(tmp_path, index, code, found):
     (tmp_path / "model.safetensors.index.json").write_text(index)
-    with pytest.raises(CheckpointError, match=expected):
+    with rejected(code, "index.json", found):
         CheckpointReader(tmp_path)
 
 
 def test_a_folder_without_weights_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="neither"):
+    with rejected("no-shards"):
         CheckpointReader(tmp_path)
 
 
 def test_an_unknown_tensor_is_refused(folder):
-    with pytest.raises(CheckpointError, match="no tensor d"):
+    with rejected("no-such-tensor", "no tensor d"):
         CheckpointReader(folder).tensor("d")
 
 
@@ -213,14 +210,14 @@ def test_headers_and_names_need_no_torch():
 @pytest.mark.parametrize("name", ["a\0b", "a" * 256, "é" * 128, "a\nb", "a\x1b[2J", "", ".."])
 def test_an_index_names_files_that_can_be(tmp_path, name):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
-    with pytest.raises(CheckpointError, match="is not the name of a file inside its folder") as refused:
+    with rejected("name-leaves-folder") as refused:
         CheckpointReader(tmp_path)
     assert name.isprintable() or name not in str(refused.value)
 
 
 def test_an_index_that_is_nested_too_deeply_is_named(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map":' * 100_000)
-    with pytest.raises(CheckpointError, match=r"index\.json: not an index .*nested too deeply"):
+    with rejected("index-invalid", "index.json", "nested too deeply"):
         CheckpointReader(tmp_path)
 
 
@@ -229,9 +226,9 @@ def test_tensors_that_the_index_does_not_name_are_refused(folder):
     index = folder / "model.safetensors.index.json"
     first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
     index.write_text(json.dumps({"weight_map": {"c": second, "a": first}}))
-    with pytest.raises(CheckpointError, match=rf"does not name 1 tensors of its shards:\n  b in {first}\n  remedy: "):
+    with rejected("index-incomplete", "1 tensors", f"\n  b in {first}\n"):
         CheckpointReader(folder).require_all_named()
     save_file({"c": torch.ones(1), "a": torch.zeros(4, 3)}, folder / second)
     index.write_text(json.dumps({"weight_map": {"c": second, "a": first, "b": first}}))
-    with pytest.raises(CheckpointError, match=f"a in {second}"):
+    with rejected("index-incomplete", f"a in {second}"):
         CheckpointReader(folder).require_all_named()

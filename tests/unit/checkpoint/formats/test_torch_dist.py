@@ -4,6 +4,7 @@ import json
 import pytest
 import torch
 from tests.support.folders_in_parts import make_folder
+from tests.support.rejections import rejected
 from tests.support.tiny_checkpoint import (
     ALL,
     TINY,
@@ -95,7 +96,7 @@ def test_a_value_that_is_not_finite_is_refused(tmp_path, value):
     tensors = random_tensors(TINY, seed=0)
     tensors["lm_head.weight"][1, 2:4] = value
     write_shards(tmp_path, tensors, 2)
-    with pytest.raises(CheckpointError, match=r"safetensors: lm_head.weight: 2 of \d+ values are NaN or infinite"):
+    with rejected("values-not-finite", "safetensors: lm_head.weight: 2 of "):
         convert(tmp_path, tmp_path / "torch_dist")
 
 
@@ -169,28 +170,28 @@ def test_a_part_that_is_missing_is_named_by_its_tensors(tmp_path, source):
     making = Conversion(source, "s1", TINY)
     made = making.make(0, 2, folder)
     parts = {item.record.path: item for item in made}
-    with pytest.raises(CheckpointError, match=r"output_layer\.weight: in no part"):
+    with rejected("parts-incomplete", "output_layer.weight"):
         making.complete(partial_of(folder), parts)
     assert not (partial_of(folder) / ".metadata").exists()
 
 
 @pytest.mark.parametrize(
-    ("change", "expected"),
+    ("change", "found"),
     [
-        (lambda chunks: chunks.pop(3), "in no part|a gap"),
+        (lambda chunks: chunks.pop(3), ""),
         (lambda chunks: chunks.append(chunks[0]), "embedding.word_embeddings.weight: 2 chunks"),
-        (lambda chunks: chunks[0].update(global_shape=[1, 2]), "not of the shape"),
-        (lambda chunks: chunks[0].update(key="stranger"), "stranger: unknown"),
+        (lambda chunks: chunks[0].update(global_shape=[1, 2]), "[1, 2]"),
+        (lambda chunks: chunks[0].update(key="stranger"), "stranger: "),
     ],
 )
-def test_chunks_that_do_not_make_up_the_model_are_refused(tmp_path, source, change, expected):
+def test_chunks_that_do_not_make_up_the_model_are_refused(tmp_path, source, change, found):
     folder = tmp_path / "torch_dist"
     making = Conversion(source, "s1", TINY)
     made = making.make(0, 1, folder)
     notes = json.loads(json.dumps(made[0].notes))
     change(notes["chunks"])
     parts = {made[0].record.path: dataclasses.replace(made[0], notes=notes)}
-    with pytest.raises(CheckpointError, match=expected):
+    with rejected("parts-incomplete", found):
         making.complete(partial_of(folder), parts)
 
 
@@ -202,9 +203,7 @@ def test_verify_names_the_key_of_a_flipped_byte(tmp_path, source):
     raw = bytearray(path.read_bytes())
     raw[raw.index(wanted) + 7] ^= 1
     path.write_bytes(raw)
-    with pytest.raises(
-        CheckpointError, match=r"decoder\.layers\.2\.mlp\.experts\.experts\.linear_fc2\.weight"
-    ) as error:
+    with rejected("conversion-differs", "decoder.layers.2.mlp.experts.experts.linear_fc2.weight") as error:
         verify_torch_dist(source, folder, TINY)
     assert path.name in str(error.value)
     assert "in 1 tensors" in str(error.value)
@@ -217,7 +216,7 @@ def test_verify_names_a_tensor_that_differs_although_its_chunk_is_sound(tmp_path
     tensors = random_tensors(TINY, seed=0)
     tensors["model.norm.weight"].view(torch.int16)[5] ^= 1
     write_shards(other, tensors, 3)
-    with pytest.raises(CheckpointError, match=r"decoder\.final_layernorm\.weight at \[0\] is not model\.norm"):
+    with rejected("conversion-differs", "decoder.final_layernorm.weight at [0]", "model.norm"):
         verify_torch_dist(other, folder, TINY)
 
 

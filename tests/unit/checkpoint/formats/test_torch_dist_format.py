@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.support.payload import Payload
+from tests.support.rejections import rejected
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint import save as torch_save
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
@@ -63,7 +64,7 @@ def test_what_another_python_wrote_is_read(tmp_path, monkeypatch, reduce):
 )
 def test_nothing_but_members_of_enumerations_is_an_attribute(tmp_path, kind, name):
     (tmp_path / METADATA_NAME).write_bytes(pickle.dumps(Attribute(kind, name)))
-    with pytest.raises(CheckpointError, match=f"'{name}' of .* has no place in it"):
+    with rejected("metadata-invalid", name):
         read_metadata(tmp_path)
 
 
@@ -82,9 +83,9 @@ def test_a_pickle_that_runs_code_is_refused_by_what_it_names(tmp_path):
     (tmp_path / METADATA_NAME).write_bytes(payload.content)
     torch.save(payload, tmp_path / "common.pt")
     for read in (read_metadata, TorchDistReader):
-        with pytest.raises(CheckpointError, match=r"\.metadata: not the metadata .*posix\.mkdir has no place in it"):
+        with rejected("metadata-invalid", ".metadata", "posix.mkdir"):
             read(tmp_path)
-    with pytest.raises(CheckpointError, match=r"common\.pt: cannot be read \(.*GLOBAL posix\.mkdir .*blocked"):
+    with rejected("metadata-invalid", "common.pt", "GLOBAL posix.mkdir"):
         read_common(tmp_path)
     assert not payload.has_run
 
@@ -92,7 +93,7 @@ def test_a_pickle_that_runs_code_is_refused_by_what_it_names(tmp_path):
 @pytest.mark.parametrize("content", [{"a": 1}, [io.StringIO], 7], ids=["dict", "class", "number"])
 def test_metadata_that_is_something_else_is_refused(tmp_path, content):
     (tmp_path / METADATA_NAME).write_bytes(pickle.dumps(content))
-    with pytest.raises(CheckpointError, match="not the metadata"):
+    with rejected("metadata-invalid"):
         read_metadata(tmp_path)
 
 
@@ -100,7 +101,7 @@ def test_metadata_that_is_cut_off_anywhere_is_refused(folder):
     raw = (folder / METADATA_NAME).read_bytes()
     for length in range(0, len(raw), 7):
         (folder / METADATA_NAME).write_bytes(raw[:length])
-        with pytest.raises(CheckpointError, match="not the metadata"):
+        with rejected("metadata-invalid"):
             read_metadata(folder)
 
 
@@ -117,16 +118,16 @@ def test_metadata_with_a_byte_changed_is_read_or_refused(folder):
 
 
 def test_a_folder_without_metadata_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="not a torch_dist checkpoint"):
+    with rejected("metadata-missing", METADATA_NAME):
         read_metadata(tmp_path)
-    with pytest.raises(CheckpointError, match="not a checkpoint of Megatron"):
+    with rejected("metadata-missing", "common.pt"):
         read_common(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["../../shadow", "/etc/shadow", "a//b"])
 def test_a_chunk_outside_the_folder_is_refused(folder, name):
     edit_metadata(folder, lambda metadata: setattr(place_of(metadata), "relative_path", name))
-    with pytest.raises(CheckpointError, match=f"'{name}' is not the name of a file inside its folder"):
+    with rejected("name-leaves-folder", f"'{name}'"):
         read_metadata(folder)
 
 
@@ -135,7 +136,7 @@ def test_a_chunk_outside_the_folder_is_refused(folder, name):
 )
 def test_a_tensor_of_no_shape_is_refused(folder, field, value):
     edit_metadata(folder, lambda metadata: setattr(metadata.state_dict_metadata["matrix"], field, value))
-    with pytest.raises(CheckpointError, match="tensor matrix is described as"):
+    with rejected("metadata-invalid", "tensor matrix"):
         read_metadata(folder)
 
 
@@ -147,25 +148,25 @@ def test_a_chunk_of_no_shape_is_refused(folder, name, value):
         setattr(chunk, name, value)
 
     edit_metadata(folder, edit)
-    with pytest.raises(CheckpointError, match="tensor matrix is described as"):
+    with rejected("metadata-invalid", "tensor matrix"):
         read_metadata(folder)
 
 
 @pytest.mark.parametrize(("field", "value"), [("offset", -1), ("length", 1.5), ("offset", "0")])
 def test_a_chunk_at_no_place_is_refused(folder, field, value):
     edit_metadata(folder, lambda metadata: setattr(place_of(metadata), field, value))
-    with pytest.raises(CheckpointError, match="lies at _StorageInfo"):
+    with rejected("metadata-invalid", "_StorageInfo"):
         read_metadata(folder)
 
 
 def test_a_precision_that_is_none_is_refused(folder):
     edit_metadata(folder, lambda metadata: setattr(metadata.state_dict_metadata["matrix"].properties, "dtype", 3))
-    with pytest.raises(CheckpointError, match="tensor matrix is described as"):
+    with rejected("metadata-invalid", "tensor matrix"):
         read_metadata(folder)
 
 
 @pytest.mark.parametrize("raw", [b"", b"junk", pickle.dumps({"step": 1}), b"PK\x03\x04"])
 def test_wrong_bytes_are_no_common_state(tmp_path, raw):
     (tmp_path / "common.pt").write_bytes(raw)
-    with pytest.raises(CheckpointError, match=r"common\.pt: cannot be read \(.+\)$"):
+    with rejected("metadata-invalid", "common.pt"):
         read_common(tmp_path)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.rejections import rejected
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint import save as torch_save
 
@@ -95,18 +96,18 @@ def test_only_the_chunks_that_are_needed_are_read(tmp_path):
         (tmp_path / other).unlink()
     reader = TorchDistReader(tmp_path)
     assert torch.equal(reader.read("t", (1, 1), (1, 1)), whole[1:2, 1:2])
-    with pytest.raises(CheckpointError, match=r"__1_0\.distcp: no such file; it holds t"):
+    with rejected("file-missing", "__1_0.distcp"):
         reader.read("t", (1, 1), (1, 2))
 
 
 def test_a_part_that_no_chunk_holds_is_refused(tmp_path):
     write_in_chunks(tmp_path, torch.zeros(4, 4), [2], [2], leave_out={(2, 2)})
-    with pytest.raises(CheckpointError, match="the chunks hold 12 of 16 elements"):
+    with rejected("chunks-incomplete", "12 of 16 elements"):
         TorchDistReader(tmp_path).read("t")
 
 
 def test_an_unknown_key_is_refused(folder):
-    with pytest.raises(CheckpointError, match="no tensor other"):
+    with rejected("no-such-tensor", "other"):
         TorchDistReader(folder).shape("other")
 
 
@@ -121,7 +122,7 @@ def test_a_truncated_file_is_found_without_reading_it(folder, values):
     path = only_file(folder)
     path.write_bytes(path.read_bytes()[:-200])
     reader = TorchDistReader(folder)
-    with pytest.raises(CheckpointError, match="at least") as error:
+    with rejected("chunks-incomplete") as error:
         reader.check_files()
     assert str(path) in str(error.value)
     failures = []
@@ -141,7 +142,7 @@ def test_a_flipped_bit_in_the_data_is_found(folder, values, bit):
     position = raw.index(values["matrix"].numpy().tobytes()) + 10
     raw[position] ^= 1 << bit
     path.write_bytes(raw)
-    with pytest.raises(CheckpointError, match="checksum of matrix") as error:
+    with rejected("chunk-corrupt", "matrix") as error:
         TorchDistReader(folder).read("matrix")
     assert str(path) in str(error.value)
     assert torch.equal(TorchDistReader(folder).read("half"), values["half"])

@@ -1,9 +1,9 @@
 from pathlib import Path
 
 import pytest
+from tests.support.rejections import rejected
 
 from posttrain.checkpoint.hub.listed_files import ContentHashes, ListedFile, Manifest, read_manifest, write_manifest
-from posttrain.errors import CheckpointError
 
 FILES = tuple(ListedFile(f"{n}.safetensors", size) for n, size in enumerate((7, 5, 5, 3, 1, 1)))
 
@@ -25,7 +25,7 @@ def test_where_a_list_is_from_does_not_change_its_digest(tmp_path):
 
 
 def test_a_list_that_is_not_there():
-    with pytest.raises(CheckpointError, match="nowhere: not a list of files"):
+    with rejected("manifest-invalid", "nowhere"):
         read_manifest(Path("nowhere"))
 
 

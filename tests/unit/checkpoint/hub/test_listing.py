@@ -3,12 +3,13 @@ import json
 import huggingface_hub
 import pytest
 from tests.support.hub_server import HubServer
+from tests.support.rejections import rejected
 
 from posttrain.checkpoint.hub.client import download
 from posttrain.checkpoint.hub.listed_files import ListedFile
 from posttrain.checkpoint.hub.listing import HubSource, list_files
 from posttrain.checkpoint.hub.retries import RetryRule
-from posttrain.errors import CheckpointError, ConfigError
+from posttrain.errors import ConfigError
 from posttrain.store import manifest_of
 
 HELLO = ListedFile("config.json", 6, git_blob="ce013625030ba8dba906f756967f9e9ca394464a")
@@ -51,7 +52,7 @@ def test_the_answer_is_kept_for_offline_use(source, manifest, tmp_path, go_offli
 def test_an_answer_about_another_commit_is_not_used(source, manifest, go_offline):
     list_files(source, manifest, lambda path: True)
     go_offline()
-    with pytest.raises(CheckpointError, match=r"hf.manifest.json: lists .*, not owner/name@0000.*; delete it"):
+    with rejected("manifest-of-another-source", "hf.manifest.json", "owner/name@0000"):
         list_files(HubSource(source.repo_id, "0" * 40), manifest, lambda path: True)
     assert list_files(source, manifest.with_name("other.manifest.json"), lambda path: True) is None
 
@@ -59,7 +60,7 @@ def test_an_answer_about_another_commit_is_not_used(source, manifest, go_offline
 def test_a_spoilt_answer_is_named(source, manifest, go_offline):
     manifest.write_text(json.dumps({"files": 3}))
     go_offline()
-    with pytest.raises(CheckpointError, match=r"hf.manifest.json: not a list of files .*; delete it"):
+    with rejected("manifest-invalid", "hf.manifest.json"):
         list_files(source, manifest, lambda path: True)
 
 

@@ -1,6 +1,7 @@
 import json
 
 import pytest
+from tests.support.rejections import rejected
 
 from posttrain.checkpoint.parts.fill_folder import clear, current_path
 from posttrain.checkpoint.parts.parts import (
@@ -122,9 +123,9 @@ def test_a_disk_that_is_too_small_is_known_before_the_first_byte(folder, maker):
 def test_an_error_leaves_no_half_file(folder, maker):
     def write(output):
         output.write(b"half")
-        raise CheckpointError("bad tensor")
+        raise CheckpointError("some-code", "bad tensor")
 
-    with pytest.raises(CheckpointError, match="bad tensor"):
+    with rejected("some-code"):
         write_files(folder, [maker.file("a", b"abc"), OutputFile("b", 4, {}, write)], "test", num_threads=2)
     assert [path.name for path in partial_of(folder).iterdir() if path.name != "a"] == []
 
@@ -142,18 +143,18 @@ def test_parts_are_joined_in_any_order(folder, maker):
 
 
 @pytest.mark.parametrize(
-    ("step", "inputs", "which", "expected"),
+    ("step", "inputs", "which", "code", "found"),
     [
-        ("convert_hf_to_torch_dist", INPUTS, [0, 1], "made by quantize_rollout_fp8"),
-        (STEP, {"source": "6" * 64}, [0, 1], "made from another source"),
-        (STEP, INPUTS, [0], "parts .0. of .2., expected each of 0 to 0 once"),
-        (STEP, INPUTS, [0, 0], "expected each of 0 to 1 once"),
-        (STEP, INPUTS, [0, 1, 2], "no such receipt"),
+        ("convert_hf_to_torch_dist", INPUTS, [0, 1], "parts-do-not-fit", "quantize_rollout_fp8"),
+        (STEP, {"source": "6" * 64}, [0, 1], "parts-do-not-fit", "another source"),
+        (STEP, INPUTS, [0], "parts-do-not-fit", "0 to 0"),
+        (STEP, INPUTS, [0, 0], "parts-do-not-fit", "0 to 1"),
+        (STEP, INPUTS, [0, 1, 2], "receipt-missing", ""),
     ],
 )
-def test_parts_that_do_not_fit_are_refused(folder, maker, step, inputs, which, expected):
+def test_parts_that_do_not_fit_are_refused(folder, maker, step, inputs, which, code, found):
     finish(folder, [write_files(folder, [maker.file(name, b"x")], "test") for name in ("a", "b")])
-    with pytest.raises(CheckpointError, match=expected):
+    with rejected(code, found):
         read_parts(folder, [part_receipt_of(folder, part) for part in which], Receipt(step, (), inputs, {}), ["a", "b"])
 
 
@@ -163,7 +164,7 @@ def test_a_part_whose_file_is_gone_or_short_is_refused(folder, maker, content):
     (folder / "a").unlink()
     if content is not None:
         (folder / "a").write_bytes(content)
-    with pytest.raises(CheckpointError, match="expected 3 bytes") as error:
+    with rejected("parts-do-not-fit", "expected 3 bytes") as error:
         read_parts(folder, [part_receipt_of(folder, 0)], WANTED, ["a"])
     assert str(folder / "a") in str(error.value)
 
@@ -171,7 +172,7 @@ def test_a_part_whose_file_is_gone_or_short_is_refused(folder, maker, content):
 def test_a_description_that_is_none_is_refused(folder, maker):
     write_files(folder, [maker.file("a", b"x")], "test")
     description_path(folder, "a").write_text(json.dumps({"made_from": "x"}))
-    with pytest.raises(CheckpointError, match="not a description"):
+    with rejected("description-invalid"):
         write_files(folder, [maker.file("a", b"x")], "test")
 
 

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.e4m3 import MAGNITUDES, nearest_code, reference_block, reference_codes
+from tests.support.rejections import rejected
 
 from posttrain.checkpoint.quantization import fp8
 from posttrain.checkpoint.quantization.fp8 import (
@@ -18,7 +19,6 @@ from posttrain.checkpoint.quantization.fp8 import (
     quantize_named,
     quantize_tensor,
 )
-from posttrain.errors import CheckpointError
 
 
 def assert_equals_reference(weight, block=128):
@@ -180,7 +180,7 @@ def test_what_is_not_finite_is_refused_with_the_tensors_name(bad):
     weight = torch.zeros(130, 130)
     weight[129, 129] = bad
     name = "model.layers.0.mlp.up_proj.weight"
-    with pytest.raises(CheckpointError, match=r"model\.layers\.0\.mlp\.up_proj\.weight: holds NaN or infinity"):
+    with rejected("values-not-finite", "model.layers.0.mlp.up_proj.weight"):
         quantize_named(name, weight)
 
 
@@ -325,7 +325,7 @@ def test_rows_and_tensors_equal_blocks_of_the_same_extent():
 def test_rows_and_tensors_refuse_what_is_not_finite(quantize):
     weight = torch.ones(3, 3)
     weight[2, 1] = torch.nan
-    with pytest.raises(CheckpointError, match="w: holds NaN or infinity"):
+    with rejected("values-not-finite", "w: "):
         quantize(weight, "w")
 
 

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from tests.support.rejections import rejected
 
 from posttrain.checkpoint.formats.safetensors_io import TensorSpec
 from posttrain.checkpoint.quantization import fp8, nvfp4
@@ -14,7 +15,6 @@ from posttrain.checkpoint.quantization.calibration import Calibration
 from posttrain.checkpoint.quantization.fp8 import largest_magnitude
 from posttrain.checkpoint.quantization.nvfp4 import Nvfp4Format, decode, encode, excluded_modules, global_scale
 from posttrain.checkpoint.quantization.quantized_names import Selection
-from posttrain.errors import CheckpointError
 
 # ---- an independent reference: E2M1 by its definition, group by group ----
 
@@ -138,7 +138,7 @@ def test_ten_thousand_tensors_hold_no_nan():
 
 
 def test_what_is_not_finite_is_refused_with_its_name():
-    with pytest.raises(CheckpointError, match="b: holds NaN"):
+    with rejected("values-not-finite", "b: "):
         global_scale(torch.tensor(torch.nan), "b")
 
 
@@ -183,7 +183,7 @@ def test_what_is_served_is_what_was_announced():
 
 
 def test_rows_that_do_not_divide_into_groups_are_refused():
-    with pytest.raises(CheckpointError, match="rows of 40 weights"):
+    with rejected("rows-not-in-groups", "rows of 40 weights"):
         Nvfp4Format(SELECTION).served_specs(EXPERT, TensorSpec((8, 40), "BF16"))
 
 
@@ -250,30 +250,30 @@ def test_the_amax_of_weights_may_be_given_and_cuts_off_what_is_larger(tmp_path):
 def test_a_layer_without_any_sample_is_refused(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps({amax_of("input", 0, "up"): 1.0}))
     served = Nvfp4Format(SELECTION, Calibration([tmp_path / "a.json"]), NAMES)
-    with pytest.raises(CheckpointError, match="no calibration file has the input of any expert"):
+    with rejected("expert-not-calibrated"):
         served.quantize(expert(0, "down"), torch.ones(4, 16), torch.tensor(1.0))
 
 
 @pytest.mark.parametrize(
-    ("content", "named"),
+    ("content", "found"),
     [
-        ("[1]", "not a file of magnitudes"),
-        ("{", "not a file of magnitudes"),
-        ('{"a.weight": 1}', "a.weight is neither"),
-        ('{"a.input_quantizer._amax": -1}', "is not a magnitude"),
-        ('{"a.input_quantizer._amax": NaN}', "is not a magnitude"),
+        ("[1]", "a.json"),
+        ("{", "a.json"),
+        ('{"a.weight": 1}', "a.weight"),
+        ('{"a.input_quantizer._amax": -1}', "-1"),
+        ('{"a.input_quantizer._amax": NaN}', "nan"),
     ],
 )
-def test_a_file_that_holds_something_else_is_refused(tmp_path, content, named):
+def test_a_file_that_holds_something_else_is_refused(tmp_path, content, found):
     (tmp_path / "a.json").write_text(content)
-    with pytest.raises(CheckpointError, match=named):
+    with rejected("magnitudes-invalid", found):
         Calibration([tmp_path / "a.json"])
 
 
 def test_passes_that_disagree_about_a_shape_are_refused(tmp_path):
     for file, value in (("a.json", "1"), ("b.json", "[1, 2]")):
         (tmp_path / file).write_text(f'{{"m.input_quantizer._amax": {value}}}')
-    with pytest.raises(CheckpointError, match=r"shape \[2\], another pass has \[\]"):
+    with rejected("magnitudes-invalid", "[2], another pass has []"):
         Calibration([tmp_path / "a.json", tmp_path / "b.json"])
-    with pytest.raises(CheckpointError, match="expected one for the whole tensor"):
+    with rejected("magnitudes-invalid"):
         Calibration([tmp_path / "b.json"]).input_amax(["m.weight"])

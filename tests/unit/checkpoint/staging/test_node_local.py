@@ -3,11 +3,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.support.rejections import rejected
 
 from posttrain.checkpoint.staging import file_placement, node_local, staging_record
 from posttrain.checkpoint.staging.node_local import StagedSource, read_again, stage
 from posttrain.checkpoint.staging.staging_record import CopiedFile, read_boot_id, read_staging_record
-from posttrain.errors import CheckpointError
 from posttrain.store import FORMAT_VERSIONS, Receipt, hash_file, record_files
 
 FILES = {
@@ -101,7 +101,7 @@ def test_a_source_that_lies_there_already_is_not_copied(origin, caplog):
 
 def test_a_source_that_differs_from_its_receipt_is_refused(origin, node):
     (origin.folder / "b.distcp").write_bytes(b"x" + b"b" * 199_999)
-    with pytest.raises(CheckpointError, match=rf"{origin.folder}/b.distcp: content differs from its receipt"):
+    with rejected("source-changed", f"{origin.folder}/b.distcp"):
         stage([origin], node)
     assert not (node / "torch_dist-1" / "b.distcp").exists()
 
@@ -136,7 +136,7 @@ def test_a_disk_that_gives_back_other_bytes_is_found_when_asked(origin, node, mo
         return copied
 
     monkeypatch.setattr(node_local, "copy_file", spoil)
-    with pytest.raises(CheckpointError, match=r"b.distcp: reads back other bytes"):
+    with rejected("disk-corrupts", "b.distcp"):
         stage([origin], node, reread=True)
     assert not (node / "torch_dist-1" / "b.distcp").exists()
 
@@ -196,11 +196,11 @@ def test_a_staging_record_about_other_bytes_is_not_believed(origin, node):
     assert record_files(node / "torch_dist-1") == other.receipt.files
 
 
-@pytest.mark.parametrize(("content", "message"), [(None, "staging to this node has not finished"), ("[]", "not a")])
-def test_a_staging_record_that_is_none(tmp_path, content, message):
+@pytest.mark.parametrize(("content", "code"), [(None, "staging-unfinished"), ("[]", "staging-record-invalid")])
+def test_a_staging_record_that_is_none(tmp_path, content, code):
     if content:
         (tmp_path / "node0.json").write_text(content)
-    with pytest.raises(CheckpointError, match=message):
+    with rejected(code, "node0.json"):
         read_staging_record(tmp_path / "node0.json")
 
 
@@ -263,7 +263,7 @@ def test_no_copy_is_made_where_another_user_could_change_it(origin, tmp_path, de
     destination.mkdir(parents=True)
     foreign = [destination, *destination.parents][depth]
     os.chown(foreign, 54_321, -1)
-    with pytest.raises(CheckpointError, match=f"^{foreign}: belongs to user 54321, who could change the copies"):
+    with rejected("folder-of-another-user", f"{foreign}: belongs to user 54321"):
         stage([origin], destination)
     assert list(destination.iterdir()) == []
     os.chown(foreign, 0, -1)

@@ -25,7 +25,7 @@ def test_what_is_doubtful_is_a_warning_on_page_and_table(resolved, capsys):
 
 
 def test_the_verdict_is_as_loud_as_the_worst_that_is_known():
-    row = Problem("nodes", "24", "1", "plan it").as_dict()
+    row = Problem("some-code", "nodes", "24", "1", "plan it").as_dict()
     for problems, not_trainable, warnings, headline, levels in (
         ([], [], [], "This can run", []),
         ([], [], [row], "This can run (1 warning)", ["warning"]),
@@ -37,7 +37,9 @@ def test_the_verdict_is_as_loud_as_the_worst_that_is_known():
         verdict = judge_plan(plan)
         assert (verdict.headline, [finding.level for finding in verdict.findings]) == (headline, levels)
         assert verdict.level == (levels or ["good"])[0]
-        assert {(f.title, f.detail, f.remedy) for f in verdict.findings} <= {("nodes = 24", "allowed: 1", "plan it")}
+        assert {(f.title, f.detail, f.remedy) for f in verdict.findings} <= {
+            ("nodes = 24 [some-code]", "allowed: 1", "plan it")
+        }
 
 
 def test_a_plan_needs_no_site(resolved, capsys):

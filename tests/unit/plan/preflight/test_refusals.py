@@ -5,9 +5,9 @@ from collections.abc import Collection
 from pathlib import Path
 
 import pytest
+from tests.support.rejections import rejected
 
 from posttrain.config.rules import check_trainable
-from posttrain.errors import ConfigError
 from posttrain.plan.preflight.refusals import _changes, find_refusals, nearest_request, refusal
 from posttrain.plan.problems import find_problems
 from posttrain.plan.resolve import resolve
@@ -189,7 +189,7 @@ def test_the_words_have_problems_first_and_the_nearest_last() -> None:
     workflow = {"model": "glm5_4layer", "site": "local"}
     words = refusal(workflow, CONFIG_DIR, resolve(workflow, CONFIG_DIR).config, EVERYTHING).splitlines()
     assert words[0] == "this version cannot run what is asked for:"
-    assert words[1] == "  - model.source.revision = unpinned"
+    assert words[1] == "  - model.source.revision = unpinned [revision-not-pinned]"
     assert words[-2] == "  nearest that it can train: set='model.source.revision=COMMIT'"
     assert words[-1].startswith("`snakemake plan`")
 
@@ -206,5 +206,5 @@ def test_a_benchmark_asks_for_no_more_than_the_model_has_positions() -> None:
 
 @pytest.mark.parametrize("rows", ["[]", "[0]", "[1,1]", "[many]"])
 def test_a_benchmark_has_rows(rows: str) -> None:
-    with pytest.raises(ConfigError, match=r"evaluation\.serving\.concurrency"):
+    with rejected("not-concurrencies", key="evaluation.serving.concurrency"):
         resolve({"model": "tiny", "site": "local", "set": f"evaluation.serving.concurrency={rows}"}, CONFIG_DIR)

@@ -55,7 +55,7 @@ def test_why_another_rank_failed_arrives() -> None:
     from posttrain.errors import CheckpointError
 
     failures = (
-        *(OSError(28, "no space", "a/file"), CheckpointError("tensor w is missing"), KeyError("w")),
+        *(OSError(28, "no space", "a/file"), CheckpointError("some-code", "tensor w is missing"), KeyError("w")),
         *(pickle.UnpicklingError("not allowed"), json.JSONDecodeError("no value", "{", 1), struct.error("too short")),
         *(zipfile.BadZipFile("no zip"), zlib.error("cut off")),
     )

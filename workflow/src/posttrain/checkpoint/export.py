@@ -108,7 +108,7 @@ def open_trained(checkpoint: Path, origin: Path, arch: Architecture, keeps_mtp_c
     placements = {name: place for name, place in found.items() if place}
     if wrong := [*_wrong_shapes(trained, placements), *_missing(found, arch)]:
         shown = [*wrong[:20], f"... and {len(wrong) - 20} more"] if len(wrong) > 20 else wrong
-        raise CheckpointError(f"{trained.folder}: cannot be exported:\n  " + "\n  ".join(shown))
+        raise CheckpointError("not-exportable", f"{trained.folder}: cannot be exported:\n  " + "\n  ".join(shown))
     if not keeps_mtp_copies:
         copies = optional_copies(arch).items()
         placements |= {copy: placements[copied] for copy, copied in copies if copy in reader}
@@ -150,7 +150,7 @@ def identify_checkpoint(folder: Path) -> str:
     """Return the identity of a checkpoint without a receipt: its metadata's hash."""
     path = newest_checkpoint(folder) / METADATA_NAME
     if not path.is_file():
-        raise CheckpointError(f"{path}: no such file; not a torch_dist checkpoint")
+        raise CheckpointError("metadata-missing", f"{path}: no such file; not a torch_dist checkpoint")
     return hash_file(path)
 
 
@@ -209,7 +209,9 @@ def refuse_foreign_folder(folder: Path) -> None:
         return
     receipt = receipt_of(folder)
     if not receipt.exists() or read_receipt(receipt).step != FINALIZE_STEP:
-        raise CheckpointError(f"{folder}: exists, and was not made by {STEP}; move it away, or export elsewhere")
+        raise CheckpointError(
+            "folder-not-ours", f"{folder}: exists, and was not made by {STEP}; move it away, or export elsewhere"
+        )
 
 
 def _output_file(model: TrainedModel, made_from: Mapping[str, str], name: str, notes: Notes) -> OutputFile:
@@ -288,7 +290,9 @@ def _hash_tensor(path: Path, info: TensorInfo) -> str:
         while left:
             chunk = file.read(min(left, _READ_BYTES))
             if not chunk:
-                raise CheckpointError(f"{path}: truncated while it was read; {info.name} ends at {info.end}")
+                raise CheckpointError(
+                    "file-truncated", f"{path}: truncated while it was read; {info.name} ends at {info.end}"
+                )
             state.update(chunk)
             left -= len(chunk)
     return state.hexdigest()

@@ -100,4 +100,6 @@ def read_reference_logprobs(folder: Path) -> ReferenceLogprobs | None:
         return None
     except (OSError, ValueError) as error:
         remedy = "take the folder from where it was exported; without this file it is served unseen"
-        raise CheckpointError(f"{path}: {one_line(str(error))}\n  remedy: {remedy}") from error
+        raise CheckpointError(
+            "reference-logprobs-invalid", f"{path}: {one_line(str(error))}\n  remedy: {remedy}"
+        ) from error

@@ -157,7 +157,7 @@ def raise_bad_files(verdicts: Iterable[Verdict]) -> None:
     """
     if problems := [problem for verdict in verdicts for problem in verdict.problems]:
         listed = "\n  ".join(problems)
-        raise CheckpointError(f"not what the receipts say ({len(problems)}):\n  {listed}")
+        raise CheckpointError("receipt-mismatch", f"not what the receipts say ({len(problems)}):\n  {listed}")
 
 
 # ---- the chain ----

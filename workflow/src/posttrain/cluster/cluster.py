@@ -46,7 +46,15 @@ class Cluster:
         except ImportError as error:
             remedy = "pip install 'posttrain[kubernetes]'"
             raise ConfigError(
-                [Problem("site.launcher", "kubernetes", "with the package kubernetes installed", remedy)]
+                [
+                    Problem(
+                        "package-missing",
+                        "site.launcher",
+                        "kubernetes",
+                        "with the package kubernetes installed",
+                        remedy,
+                    )
+                ]
             ) from error
         client = _connect(kubernetes)
         self.pause_seconds = pause_seconds
@@ -163,7 +171,9 @@ def _connect(kubernetes: Any) -> Any:
             kubernetes.config.load_incluster_config(client_configuration=settings)
     except kubernetes.config.ConfigException as error:
         remedy = "set KUBECONFIG, or run in a pod with a service account"
-        raise ConfigError([Problem("KUBECONFIG", repr(file), f"a cluster to talk to ({error})", remedy)]) from error
+        raise ConfigError(
+            [Problem("no-cluster", "KUBECONFIG", repr(file), f"a cluster to talk to ({error})", remedy)]
+        ) from error
     return kubernetes.client.ApiClient(settings)
 
 

@@ -37,14 +37,15 @@ def check_cluster(config: Config, timeout_seconds: float = 30.0) -> list[Finding
         return [*findings, *(Finding("cluster", problem.value, problem) for problem in error.problems)]
     except RuntimeError as error:
         remedy = "check KUBECONFIG and the network"
-        return [*findings, failed("cluster", "KUBECONFIG", str(error), "a cluster that answers", remedy)]
+        return [*findings, failed("no-cluster", "cluster", "KUBECONFIG", str(error), "a cluster that answers", remedy)]
 
 
 def _check_jobsets(cluster: Cluster) -> Finding:
     if cluster.has_jobsets():
         return ok("JobSet", f"{GROUP}/{VERSION} is served")
     remedy = "let an administrator install it: https://jobset.sigs.k8s.io/docs/installation/"
-    return failed("JobSet", "site.launcher", "kubernetes without JobSet", f"a cluster with {GROUP}/{VERSION}", remedy)
+    allowed = f"a cluster with {GROUP}/{VERSION}"
+    return failed("jobset-missing", "JobSet", "site.launcher", "kubernetes without JobSet", allowed, remedy)
 
 
 def _check_rights(cluster: Cluster, namespace: str) -> Finding:
@@ -55,4 +56,6 @@ def _check_rights(cluster: Cluster, namespace: str) -> Finding:
         return ok("rights", f"JobSets and pods of namespace {namespace}")
     remedy = "docs/cluster.md has the role that is needed"
     found = f"{namespace}: no right to {', '.join(missing)}"
-    return failed("rights", "site.kubernetes.namespace", found, "get, create, delete and follow JobSets", remedy)
+    return failed(
+        "no-rights", "rights", "site.kubernetes.namespace", found, "get, create, delete and follow JobSets", remedy
+    )

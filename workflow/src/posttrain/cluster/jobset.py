@@ -78,7 +78,8 @@ def check_mounted(folder: Path, config: Config) -> list[Problem]:
     if any(folder.is_relative_to(volume.partition("=")[0]) for volume in volumes):
         return []
     remedy = "run Snakemake from a folder on a volume that the pods mount at the same path"
-    return [Problem("site.kubernetes.volumes", ", ".join(volumes) or "none", f"one that holds {folder}", remedy)]
+    allowed = f"one that holds {folder}"
+    return [Problem("folder-not-mounted", "site.kubernetes.volumes", ", ".join(volumes) or "none", allowed, remedy)]
 
 
 def render(config: Config, run_folder: Path, log_path: Path, command: Sequence[str], num_nodes: int) -> dict[str, Any]:

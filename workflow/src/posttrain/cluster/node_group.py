@@ -180,7 +180,7 @@ class NodeGroup:
         if any(member.has_told("ended") or member.has_told("gone") for member in self._members.values()):
             self._raise_cause()
         if refusal := next((m for m in self._members.values() if m.has_told("refused")), None):
-            raise CheckpointError(self._with_node(refusal, refusal.messages["refused"]["reason"]))
+            raise CheckpointError("node-refused", self._with_node(refusal, refusal.messages["refused"]["reason"]))
         self._check_silence()
 
     # ---- messages from nodes ----
@@ -222,7 +222,7 @@ class NodeGroup:
                 found.append((ending["order"], self._with_node(member, ending["reason"]), []))
         order, reason, suspects = min(found, key=lambda item: item[0])
         if order == Ending.REFUSED:
-            raise CheckpointError(reason)
+            raise CheckpointError("node-refused", reason)
         raise AttemptFailedError(reason, suspects)
 
     def _with_node(self, member: Member, reason: str) -> str:

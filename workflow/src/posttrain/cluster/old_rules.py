@@ -32,4 +32,6 @@ def find_old_rules_of_dag(dag: Any) -> list[Problem]:
 def _problems(names: Iterable[str]) -> Iterator[Problem]:
     for old in sorted(CURRENT_RULES.keys() & set(names)):
         new = CURRENT_RULES[old]
-        yield Problem("rule", old, new, f"write {new} on the command line and in profiles; the rule was renamed")
+        yield Problem(
+            "renamed-rule", "rule", old, new, f"write {new} on the command line and in profiles; the rule was renamed"
+        )

@@ -59,7 +59,7 @@ def replay(paths: Paths, last: int | None = None) -> Replay:
     """
     if not paths.config.exists():
         remedy = "`posttrain status` lists the runs"
-        raise ConfigError([Problem("run", paths.resolved.run, f"a run in {paths.run.parent}", remedy)])
+        raise ConfigError([Problem("no-such-run", "run", paths.resolved.run, f"a run in {paths.run.parent}", remedy)])
     with Lease(paths.train, paths.lease):
         return _replay(Paths(dataclasses.replace(paths.resolved, config=load_resolved(paths.config))), last)
 
@@ -69,10 +69,12 @@ def _replay(paths: Paths, last: int | None) -> Replay:
     last = max(rows, default=0) if last is None else last
     if last not in rows:
         trained = f"a step that was trained: 1 to {max(rows, default=0)}"
-        raise ConfigError([Problem("--step", str(last), trained, "name one of them")])
+        raise ConfigError([Problem("no-such-step", "--step", str(last), trained, "name one of them")])
     if config.nodes > 1:
         remedy = "a layout of several nodes cannot be started from here"
-        raise ConfigError([Problem("nodes", str(config.nodes), "1, to be trained again", remedy)])
+        raise ConfigError(
+            [Problem("replay-needs-one-node", "nodes", str(config.nodes), "1, to be trained again", remedy)]
+        )
     first = max((step for step, _ in committed_checkpoints(paths.checkpoints) if step < last), default=0)
     for step in range(first, last) if uses_engines(config) else ():
         RolloutStore(paths.train / "rollouts").read_step(step, config.rollout.rollout_batch_size)

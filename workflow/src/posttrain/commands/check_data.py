@@ -15,7 +15,13 @@ def main(paths: Paths) -> None:
     config, suites = paths.resolved.config, suite_folders(paths.resolved.config)
     raise_if_any(
         [
-            Problem(str(folder), "not made yet", "dataset and tokenizer", "`snakemake --cores 2 check_data` makes them")
+            Problem(
+                "not-made-yet",
+                str(folder),
+                "not made yet",
+                "dataset and tokenizer",
+                "`snakemake --cores 2 check_data` makes them",
+            )
             for folder in (paths.dataset, *suites.values(), paths.hf_patched)
             if not receipt_of(folder).exists()
         ]

@@ -29,7 +29,7 @@ def main(folder: Path, name: str | None, output: Path | None) -> None:
     """Write a model file from a checkpoint, and raise the problems that would reject a run."""
     if output and output.exists():
         remedy = "give another name, or delete it"
-        raise ConfigError([Problem("--output", str(output), "a new file", remedy)])
+        raise ConfigError([Problem("file-exists", "--output", str(output), "a new file", remedy)])
     content = read_object(folder / "config.json")
     arch = architecture_of(content, str(folder / "config.json"))
     has_weights = any((folder / file).exists() for file in (INDEX_NAME, SINGLE_NAME))

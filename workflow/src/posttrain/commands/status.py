@@ -33,7 +33,9 @@ def choose(runs: list[str], resolved: Resolved, results: Path, is_named: bool) -
     if resolved.run in runs:
         return [resolved.run]
     remedy = did_you_mean(resolved.run, runs) or "leave run= out to see all"
-    raise ConfigError([Problem("run", repr(resolved.run), ", ".join(runs) or f"none is in {results}", remedy)])
+    raise ConfigError(
+        [Problem("no-such-run", "run", repr(resolved.run), ", ".join(runs) or f"none is in {results}", remedy)]
+    )
 
 
 def show_runs(found: list[RunStatus], results: Path) -> None:

@@ -31,7 +31,7 @@ def read_request(config_dir: Path, files: Iterable[Path], words: Iterable[str]) 
     words = list(words)
     remedy = "a value of the configuration stands inside of set='key=value'"
     bad = [word for word in words if not re.match(r"[A-Za-z_]\w*=", word)]
-    raise_if_any([Problem(word, "no key=value", "model=glm5, and the like", remedy) for word in bad])
+    raise_if_any([Problem("not-key-value", word, "no key=value", "model=glm5, and the like", remedy) for word in bad])
     request = with_defaults({}, config_dir)
     for path in files:
         request = _over(request, read_mapping(path))

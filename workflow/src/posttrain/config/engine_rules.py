@@ -30,7 +30,7 @@ def _world_size(config: Config) -> Problems:
     for key, ranks in _world_sizes(config):
         if ranks > per_node and ranks % per_node:
             allowed = f"at most {per_node}, or a multiple of it (hardware.gpus_per_node)"
-            yield Problem(key, str(ranks), allowed, "let an engine span whole nodes")
+            yield Problem("engine-spans-part-of-a-node", key, str(ranks), allowed, "let an engine span whole nodes")
 
 
 def _nodes_of_an_engine(config: Config) -> Problems:
@@ -39,21 +39,25 @@ def _nodes_of_an_engine(config: Config) -> Problems:
     is_served = config.engine.kind == "sglang" and config.hardware.device == "cpu" and uses_engines(config)
     if is_served and ranks > there:
         allowed = f"at most {there}: ranks on {counted(len(engine_nodes(config)), 'node')} (hardware.gpus_per_node)"
-        yield Problem("engine.gpus_per_engine", str(ranks), allowed, "let an engine have fewer ranks, or ask for nodes")
+        remedy = "let an engine have fewer ranks, or ask for nodes"
+        yield Problem("engine-exceeds-nodes", "engine.gpus_per_engine", str(ranks), allowed, remedy)
 
 
 def _engine_experts(config: Config) -> Problems:
     ranks, count = config.engine.gpus_per_engine, config.model.architecture.n_routed_experts
     if _is_sglang_on_gpus(config) and count % ranks:
         allowed = f"a divisor of {count} (n_routed_experts), which are spread over an engine's GPUs"
-        yield Problem("engine.gpus_per_engine", str(ranks), allowed, "choose one that divides it")
+        yield Problem(
+            "engine-divides-experts", "engine.gpus_per_engine", str(ranks), allowed, "choose one that divides it"
+        )
 
 
 def _prefill_experts(config: Config) -> Problems:
     ranks, count = config.engine.pd.gpus_per_prefill_engine, config.model.architecture.n_routed_experts
     if config.engine.pd.num_prefill_engines and _is_sglang_on_gpus(config) and count % ranks:
         allowed = f"a divisor of {count} (n_routed_experts), which are spread over an engine's GPUs"
-        yield Problem("engine.pd.gpus_per_prefill_engine", str(ranks), allowed, "choose one that divides it")
+        remedy = "choose one that divides it"
+        yield Problem("engine-divides-experts", "engine.pd.gpus_per_prefill_engine", str(ranks), allowed, remedy)
 
 
 def _tensor_parallel_attention(config: Config) -> Problems:
@@ -64,7 +68,9 @@ def _tensor_parallel_attention(config: Config) -> Problems:
     for key, ranks in _world_sizes(config):
         if heads % ranks:
             allowed = f"a divisor of {heads} (num_attention_heads), which tensor-parallel attention cuts"
-            yield Problem(key, str(ranks), allowed, "choose one that divides it, or attend data-parallel")
+            yield Problem(
+                "engine-divides-heads", key, str(ranks), allowed, "choose one that divides it, or attend data-parallel"
+            )
 
 
 def _speculation(config: Config) -> Problems:
@@ -72,13 +78,15 @@ def _speculation(config: Config) -> Problems:
     if not steps:
         return
     if not config.model.architecture.num_nextn_predict_layers:
-        yield Problem(key, str(steps), "0 for a model without an MTP layer", "leave speculation off")
+        yield Problem("no-mtp-layer", key, str(steps), "0 for a model without an MTP layer", "leave speculation off")
     if not _is_sglang_on_gpus(config):
         where = "a CPU" if config.hardware.device == "cpu" else "the embedded engine"
-        yield Problem(key, str(steps), f"0 on {where}, which cannot draft", "leave speculation off")
+        yield Problem(
+            "engine-cannot-draft", key, str(steps), f"0 on {where}, which cannot draft", "leave speculation off"
+        )
     if not config.hardware.kernels.speculative:
         allowed = f"0 on {config.hardware.name} (hardware.kernels.speculative)"
-        yield Problem(key, str(steps), allowed, "leave speculation off")
+        yield Problem("no-speculative-kernel", key, str(steps), allowed, "leave speculation off")
 
 
 def _chosen_keys(config: Config) -> Problems:
@@ -86,7 +94,7 @@ def _chosen_keys(config: Config) -> Problems:
     if other and arch.index_n_heads and _is_sglang_on_gpus(config) and uses_engines(config):
         allowed = f"no other: {other} reads all keys, and the trainer those that the model chooses"
         remedy = "train on GPUs on which SGLang has kernels for chosen keys"
-        yield Problem("hardware.kernels.attention", other, allowed, remedy)
+        yield Problem("attention-reads-all-keys", "hardware.kernels.attention", other, allowed, remedy)
 
 
 def _routing_replay(config: Config) -> Problems:
@@ -94,7 +102,7 @@ def _routing_replay(config: Config) -> Problems:
     if not config.algorithm.routing_replay or not uses_engines(config):
         return
     if not config.model.architecture.n_routed_experts:
-        yield Problem(key, "true", "false for a model without experts", "leave it out")
+        yield Problem("replay-without-experts", key, "true", "false for a model without experts", "leave it out")
     engine = config.engine
     uses_deepep = engine.deepep and config.hardware.deepep and config.rollout.fp8
     if engine.mtp_steps and engine.dp_attention and not uses_deepep:
@@ -102,7 +110,7 @@ def _routing_replay(config: Config) -> Problems:
         # its number times the graph's requests, though a request has several tokens. With DeepEP they start at 0.
         allowed = "false with engine.mtp_steps and data-parallel attention without DeepEP: SGLang mixes up tokens"
         remedy = "engine.deepep=true with rollout.fp8, engine.dp_attention=false, or no speculation"
-        yield Problem(key, "true", allowed, remedy)
+        yield Problem("replay-with-drafts", key, "true", allowed, remedy)
 
 
 def _disaggregation(config: Config) -> Problems:
@@ -111,7 +119,9 @@ def _disaggregation(config: Config) -> Problems:
     if not count:
         return
     if engine.kind != "sglang":
-        yield Problem(key, str(count), "0 without SGLang", "let every engine prefill and decode")
+        yield Problem(
+            "prefill-needs-sglang", key, str(count), "0 without SGLang", "let every engine prefill and decode"
+        )
         return
     if config.hardware.device == "cpu":
         return
@@ -119,12 +129,14 @@ def _disaggregation(config: Config) -> Problems:
         found = f"{count} x {engine.pd.gpus_per_prefill_engine} GPUs beside {engine.num_engines} x "
         nodes = counted(len(engine_nodes(config)), "node")
         allowed = f"at most {room_for_engines(config)} GPUs together ({nodes})"
-        yield Problem(key, f"{found}{engine.gpus_per_engine}", allowed, "fewer or smaller engines")
+        yield Problem(
+            "engines-exceed-gpus", key, f"{found}{engine.gpus_per_engine}", allowed, "fewer or smaller engines"
+        )
     unit = min(engine.gpus_per_engine, config.hardware.gpus_per_node)
     if prefill_gpus(config) % unit:
         allowed = f"a multiple of {unit} GPUs: those that decode come behind, each on whole nodes or within one"
         found = f"{count} x {engine.pd.gpus_per_prefill_engine} GPUs"
-        yield Problem(key, found, allowed, "another number or size of them")
+        yield Problem("prefill-splits-nodes", key, found, allowed, "another number or size of them")
 
 
 def _deepep_buffers(config: Config) -> Problems:
@@ -133,19 +145,21 @@ def _deepep_buffers(config: Config) -> Problems:
     if engine.deepep and config.rollout.fp8 and _is_sglang_on_gpus(config) and tokens > DEEPEP_MAX_TOKENS:
         most = DEEPEP_MAX_TOKENS // (engine.mtp_steps + 1)
         allowed = f"at most {most} with engine.mtp_steps={engine.mtp_steps} and DeepEP"
-        yield Problem("engine.graph_batch_size", str(engine.graph_batch_size), allowed, "lower it, or engine.mtp_steps")
+        remedy = "lower it, or engine.mtp_steps"
+        yield Problem("graph-batch-too-large", "engine.graph_batch_size", str(engine.graph_batch_size), allowed, remedy)
 
 
 def _determinism(config: Config) -> Problems:
     if config.engine.deterministic and _is_sglang_on_gpus(config) and config.model.architecture.index_n_heads:
         allowed = "false for sparse attention: SGLang 0.5.23 has no kernel of it whose sums are the same in any batch"
-        yield Problem("engine.deterministic", "true", allowed, "leave it off")
+        yield Problem("no-deterministic-kernel", "engine.deterministic", "true", allowed, "leave it off")
 
 
 def _transport(config: Config) -> Problems:
     if config.engine.kind == "embedded" and config.engine.weight_transport == "sharded":
         allowed = "tensor or disk with engine.kind=embedded, which is one process"
-        yield Problem("engine.weight_transport", "sharded", allowed, "set engine.weight_transport=tensor")
+        remedy = "set engine.weight_transport=tensor"
+        yield Problem("transport-needs-sglang", "engine.weight_transport", "sharded", allowed, remedy)
 
 
 def _own_nodes(config: Config) -> Problems:
@@ -154,13 +168,13 @@ def _own_nodes(config: Config) -> Problems:
         return
     if not uses_engines(config):
         allowed = f"0 with training.objective={config.training.objective}, which has no engines"
-        yield Problem(key, str(own), allowed, "leave it out")
+        yield Problem("own-nodes-without-engines", key, str(own), allowed, "leave it out")
     elif own >= config.nodes:
         allowed = f"less than {config.nodes} (nodes): the trainer needs one at least"
-        yield Problem(key, str(own), allowed, "lower it, or raise nodes")
+        yield Problem("own-nodes-leave-none", key, str(own), allowed, "lower it, or raise nodes")
     elif config.engine.sleep == "always":
         allowed = "auto or never with engine.own_nodes: who shares no GPU has nobody to sleep for"
-        yield Problem("engine.sleep", "always", allowed, "leave it out")
+        yield Problem("sleep-with-own-nodes", "engine.sleep", "always", allowed, "leave it out")
 
 
 def _addresses(config: Config) -> Problems:
@@ -169,9 +183,9 @@ def _addresses(config: Config) -> Problems:
         host, _, port = address.rpartition(":")
         if not re.fullmatch(r"[A-Za-z0-9._-]+", host) or not re.fullmatch(r"[1-9]\d{0,4}", port) or int(port) > 65535:
             allowed = "host:port, as http://host:port has it"
-            yield Problem(key, repr(address), allowed, "name each engine by its host and its port")
+            yield Problem("not-an-address", key, repr(address), allowed, "name each engine by its host and its port")
         elif address in seen:
-            yield Problem(key, f"{address} twice", "different engines", "name each engine once")
+            yield Problem("named-twice", key, f"{address} twice", "different engines", "name each engine once")
         seen.add(address)
 
 
@@ -180,10 +194,17 @@ def _deltas(config: Config) -> Problems:
     if not config.engine.weight_deltas:
         return
     if (way := weight_transport(config)) != "sharded":
-        yield Problem(key, f"true, with engine.weight_transport={way}", "engine.weight_transport=sharded", remedy)
+        allowed = "engine.weight_transport=sharded"
+        yield Problem("deltas-need-sharded", key, f"true, with engine.weight_transport={way}", allowed, remedy)
     elif takes_turns(config):
         allowed = "engines that keep their weights: those that sleep forget them, and every update brings all of them"
-        yield Problem(key, "true", allowed, f"{remedy}, or engine.sleep=never where both fit at a time")
+        yield Problem(
+            "deltas-need-awake-engines",
+            key,
+            "true",
+            allowed,
+            f"{remedy}, or engine.sleep=never where both fit at a time",
+        )
 
 
 def check_cut(config: Config) -> Problems:

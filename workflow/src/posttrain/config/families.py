@@ -145,7 +145,8 @@ def _check_size(arch: Architecture) -> Iterator[Problem]:
     layers = dict.fromkeys(("num_hidden_layers", "num_nextn_predict_layers"), MOST_LAYERS)
     for name, most in {**layers, "n_routed_experts": MOST_EXPERTS}.items():
         if not 0 <= (found := getattr(arch, name)) <= most:
-            yield Problem(f"{PREFIX}.{name}", repr(found), f"0 to {most:,}", "take it from the model's config.json")
+            remedy = "take it from the model's config.json"
+            yield Problem("dimension-out-of-range", f"{PREFIX}.{name}", repr(found), f"0 to {most:,}", remedy)
 
 
 def _check_presence(arch: Architecture) -> Iterator[Problem]:
@@ -155,36 +156,44 @@ def _check_presence(arch: Architecture) -> Iterator[Problem]:
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         if name in family.needs and value == default:
             allowed = f"a value above 0, which {arch.model_type} needs"
-            yield Problem(f"{PREFIX}.{name}", repr(value), allowed, "take it from config.json")
+            yield Problem("dimension-missing", f"{PREFIX}.{name}", repr(value), allowed, "take it from config.json")
         elif name not in (*_COMMON, *family.needs, *family.may) and value != default:
             allowed = f"left out: {arch.model_type} has no such part"
-            yield Problem(f"{PREFIX}.{name}", repr(value), allowed, "remove it, or correct model_type")
+            remedy = "remove it, or correct model_type"
+            yield Problem("dimension-of-another-family", f"{PREFIX}.{name}", repr(value), allowed, remedy)
 
 
 def _check_indexer(arch: Architecture) -> Iterator[Problem]:
     if 0 < arch.index_head_dim < arch.qk_rope_head_dim:
         value, allowed = str(arch.index_head_dim), f"at least {arch.qk_rope_head_dim} (qk_rope_head_dim)"
-        yield Problem(f"{PREFIX}.index_head_dim", value, allowed, "take both from config.json")
+        yield Problem(
+            "indexer-narrower-than-rope", f"{PREFIX}.index_head_dim", value, allowed, "take both from config.json"
+        )
     if arch.index_topk_freq > 1 and not arch.index_skip_topk_offset:
         allowed = "at least 1 with index_topk_freq: the first layer has none before it whose choice it could take"
-        yield Problem(f"{PREFIX}.index_skip_topk_offset", "0", allowed, "take both from config.json")
+        yield Problem(
+            "first-layer-shares-indices", f"{PREFIX}.index_skip_topk_offset", "0", allowed, "take both from config.json"
+        )
 
 
 def _check_positions(arch: Architecture) -> Iterator[Problem]:
     scaling, key = arch.rope_scaling, f"{PREFIX}.rope_scaling"
     if scaling.factor > 1 and not scaling.original_max_position_embeddings:
         allowed = "a value above 0, which a factor needs"
-        yield Problem(f"{key}.original_max_position_embeddings", "0", allowed, "take it from config.json")
+        remedy = "take it from config.json"
+        yield Problem("yarn-without-original-length", f"{key}.original_max_position_embeddings", "0", allowed, remedy)
     if scaling.mscale != 1 and not scaling.mscale_all_dim:
         allowed = "1 without mscale_all_dim: no reader of config.json heeds another"
-        yield Problem(f"{key}.mscale", f"{scaling.mscale:g}", allowed, "take both from config.json")
+        yield Problem("mscale-alone", f"{key}.mscale", f"{scaling.mscale:g}", allowed, "take both from config.json")
 
 
 def _check_heads(arch: Architecture) -> Iterator[Problem]:
     groups, heads = arch.num_key_value_heads, arch.num_attention_heads
     if groups and heads % groups:
         allowed = f"a divisor of {heads} (num_attention_heads)"
-        yield Problem(f"{PREFIX}.num_key_value_heads", str(groups), allowed, "take both from config.json")
+        yield Problem(
+            "kv-heads-divide-heads", f"{PREFIX}.num_key_value_heads", str(groups), allowed, "take both from config.json"
+        )
     rotated = {
         "qk_rope_head_dim": arch.qk_rope_head_dim,
         "head_dim": arch.head_dim * (arch.partial_rotary_factor or 1),
@@ -192,25 +201,35 @@ def _check_heads(arch: Architecture) -> Iterator[Problem]:
     for name, width in rotated.items():
         if width % 2:
             allowed = "an even rotated width: positions turn pairs of numbers"
-            yield Problem(f"{PREFIX}.{name}", f"{width:g} rotated", allowed, "take it from config.json")
+            yield Problem(
+                "rope-width-odd", f"{PREFIX}.{name}", f"{width:g} rotated", allowed, "take it from config.json"
+            )
 
 
 def _check_experts(arch: Architecture) -> Iterator[Problem]:
     if arch.num_experts_per_tok == 1 and not family_of(arch).router_bias:
         allowed = "at least 2: Megatron Core has no softmax over the chosen experts where there is one"
-        yield Problem(f"{PREFIX}.num_experts_per_tok", "1", allowed, "choose another model")
+        yield Problem("one-expert-per-token", f"{PREFIX}.num_experts_per_tok", "1", allowed, "choose another model")
     if arch.num_experts_per_tok > arch.n_routed_experts > 0:
         value, allowed = str(arch.num_experts_per_tok), f"at most {arch.n_routed_experts} (n_routed_experts)"
-        yield Problem(f"{PREFIX}.num_experts_per_tok", value, allowed, "take both from config.json")
+        yield Problem(
+            "more-experts-than-exist", f"{PREFIX}.num_experts_per_tok", value, allowed, "take both from config.json"
+        )
     if arch.first_k_dense_replace > arch.num_hidden_layers:
         value, allowed = str(arch.first_k_dense_replace), f"at most {arch.num_hidden_layers} (num_hidden_layers)"
-        yield Problem(f"{PREFIX}.first_k_dense_replace", value, allowed, "take both from config.json")
+        remedy = "take both from config.json"
+        yield Problem("more-dense-layers-than-layers", f"{PREFIX}.first_k_dense_replace", value, allowed, remedy)
     if arch.n_routed_experts % arch.n_group:
         allowed = f"a divisor of {arch.n_routed_experts} (n_routed_experts)"
-        yield Problem(f"{PREFIX}.n_group", str(arch.n_group), allowed, "take both from config.json")
+        yield Problem(
+            "groups-divide-experts", f"{PREFIX}.n_group", str(arch.n_group), allowed, "take both from config.json"
+        )
     elif arch.topk_group > arch.n_group:
         allowed = f"at most {arch.n_group} (n_group)"
-        yield Problem(f"{PREFIX}.topk_group", str(arch.topk_group), allowed, "take both from config.json")
+        remedy = "take both from config.json"
+        yield Problem("more-groups-than-exist", f"{PREFIX}.topk_group", str(arch.topk_group), allowed, remedy)
     elif arch.n_routed_experts >= arch.num_experts_per_tok > arch.topk_group * (arch.n_routed_experts // arch.n_group):
         allowed = f"enough groups for {arch.num_experts_per_tok} experts (num_experts_per_tok)"
-        yield Problem(f"{PREFIX}.topk_group", str(arch.topk_group), allowed, "take both from config.json")
+        yield Problem(
+            "groups-too-small", f"{PREFIX}.topk_group", str(arch.topk_group), allowed, "take both from config.json"
+        )

@@ -158,7 +158,7 @@ def check_ranges(values: Mapping[str, Any]) -> list[Problem]:
         for key in keys:
             if key in values and (allowed := _violated(values[key], limits)) is not None:
                 remedy = did_you_mean(str(values[key]), limits.get("choices", ())) or f"choose {allowed}"
-                problems.append(Problem(key, repr(values[key]), allowed, remedy))
+                problems.append(Problem("out-of-range", key, repr(values[key]), allowed, remedy))
     return problems
 
 
@@ -196,7 +196,7 @@ def unknown_key(key: str, value: Any, origin: str, types: Mapping[str, Any]) -> 
         if siblings
         else "see config/README.md"
     )
-    return Problem(key, f"{value!r} ({origin})", "a known key", remedy)
+    return Problem("unknown-key", key, f"{value!r} ({origin})", "a known key", remedy)
 
 
 def did_you_mean(word: str, known: Any) -> str | None:

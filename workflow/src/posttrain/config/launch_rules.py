@@ -53,19 +53,27 @@ def _container(config: Config) -> Problems:
         for name in ("image", "mounts", "options"):
             if getattr(container, name):
                 remedy = f"set {key}.runtime, or leave {name} out"
-                yield Problem(f"{key}.{name}", repr(getattr(container, name)), "nothing without a runtime", remedy)
+                allowed = "nothing without a runtime"
+                yield Problem(
+                    "needs-container-runtime", f"{key}.{name}", repr(getattr(container, name)), allowed, remedy
+                )
         return
     if launcher in ("local", "kubernetes"):
         remedy = "pods have site.kubernetes.image" if launcher == "kubernetes" else "start Snakemake inside the image"
-        yield Problem(f"{key}.runtime", container.runtime, f"none with site.launcher={launcher}", remedy)
+        allowed = f"none with site.launcher={launcher}"
+        yield Problem("runtime-of-another-launcher", f"{key}.runtime", container.runtime, allowed, remedy)
     suffix = SUFFIX_OF[container.runtime]
     if not re.fullmatch(rf"{_PATH}{re.escape(suffix)}", container.image):
         allowed = f"the absolute path of one {suffix} file, which starts on many nodes without a registry"
-        yield Problem(f"{key}.image", repr(container.image), allowed, f"make it: {BUILDER_OF[container.runtime]}")
+        yield Problem(
+            "not-an-image", f"{key}.image", repr(container.image), allowed, f"make it: {BUILDER_OF[container.runtime]}"
+        )
     for mount in container.mounts:
         if not re.fullmatch(_MOUNT, mount):
             allowed = "/folder, /outside:/inside or /outside:/inside:ro"
-            yield Problem(f"{key}.mounts", repr(mount), allowed, "give absolute paths without commas or spaces")
+            yield Problem(
+                "not-a-mount", f"{key}.mounts", repr(mount), allowed, "give absolute paths without commas or spaces"
+            )
 
 
 def _kubernetes_forms(config: Config) -> Problems:
@@ -75,7 +83,9 @@ def _kubernetes_forms(config: Config) -> Problems:
             if not re.fullmatch(pattern, item):
                 # A token that was written in place of a Secret's name must not appear in a log.
                 shown = repr(item) if name != "secrets" else _without_value(item)
-                yield Problem(f"site.kubernetes.{name}", shown, allowed, "correct it in the site's file")
+                yield Problem(
+                    "not-a-kubernetes-value", f"site.kubernetes.{name}", shown, allowed, "correct it in the site's file"
+                )
 
 
 def _without_value(item: str) -> str:
@@ -89,7 +99,7 @@ def _kubernetes_image(config: Config) -> Problems:
     if config.site.launcher == "kubernetes" and (not re.fullmatch(_IMAGE, image) or image.endswith(":latest")):
         allowed = "an image with a tag that stays what it is, or with a digest"
         remedy = "build envs/gpu/Dockerfile, push it, and give REGISTRY/IMAGE:TAG or REGISTRY/IMAGE@sha256:..."
-        yield Problem("site.kubernetes.image", repr(image), allowed, remedy)
+        yield Problem("image-not-pinned", "site.kubernetes.image", repr(image), allowed, remedy)
 
 
 def _kubernetes_folders(config: Config) -> Problems:
@@ -98,17 +108,20 @@ def _kubernetes_folders(config: Config) -> Problems:
         return
     mounted = [PurePosixPath(volume.partition("=")[0]) for volume in site.kubernetes.volumes]
     if len(set(mounted)) < len(mounted):
-        yield Problem("site.kubernetes.volumes", repr(site.kubernetes.volumes), "each folder once", "leave one out")
+        yield Problem(
+            "named-twice", "site.kubernetes.volumes", repr(site.kubernetes.volumes), "each folder once", "leave one out"
+        )
     for name in ("store", "results", "node_local"):
         folder = PurePosixPath(getattr(site, name))
         # A relative store or results folder is in the workflow's folder, which the launcher checks.
         must_be_mounted = folder.is_absolute() or name == "node_local"
         if must_be_mounted and not any(folder.is_relative_to(mount) for mount in mounted):
             allowed = "a folder below one of site.kubernetes.volumes: what pods write elsewhere is lost with them"
-            yield Problem(f"site.{name}", str(folder), allowed, "mount a volume there")
+            yield Problem("folder-not-mounted", f"site.{name}", str(folder), allowed, "mount a volume there")
     if site.node_names:
         remedy = "leave them out: each pod then copies what its node needs when the job starts"
-        yield Problem("site.node_names", repr(site.node_names), "none: the cluster chooses the nodes", remedy)
+        allowed = "none: the cluster chooses the nodes"
+        yield Problem("node-names-with-kubernetes", "site.node_names", repr(site.node_names), allowed, remedy)
 
 
 LAUNCH_RULES: tuple[Callable[[Config], Problems], ...] = (

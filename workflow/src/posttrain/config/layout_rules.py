@@ -26,7 +26,9 @@ def _ranks(config: Config) -> Problems:
     parallel, ranks, copy = config.parallel, world_size(config), model_parallel_size(config)
     if ranks % copy:
         remedy = "choose sizes whose product divides nodes x GPUs per node"
-        yield Problem("parallel", f"TP x PP x CP = {copy}", f"a divisor of the {ranks} ranks", remedy)
+        yield Problem(
+            "layout-divides-ranks", "parallel", f"TP x PP x CP = {copy}", f"a divisor of the {ranks} ranks", remedy
+        )
     expert_copy = (
         parallel.expert_model_parallel_size
         * parallel.expert_tensor_parallel_size
@@ -34,7 +36,7 @@ def _ranks(config: Config) -> Problems:
     )
     if ranks % expert_copy:
         key, allowed = "parallel.expert_model_parallel_size", f"a divisor of the {ranks} ranks"
-        yield Problem(key, f"EP x ETP x PP = {expert_copy}", allowed, "lower EP, ETP or PP")
+        yield Problem("experts-divide-ranks", key, f"EP x ETP x PP = {expert_copy}", allowed, "lower EP, ETP or PP")
 
 
 def _divisors(config: Config) -> Problems:
@@ -51,7 +53,9 @@ def _divisors(config: Config) -> Problems:
         # The size of a part that the model lacks is 0, which is divisible by every size.
         if dimension % size:
             allowed = f"a divisor of {dimension} ({dimension_name})"
-            yield Problem(f"parallel.{size_name}", str(size), allowed, "choose one that divides it")
+            yield Problem(
+                "size-divides-model", f"parallel.{size_name}", str(size), allowed, "choose one that divides it"
+            )
 
 
 def _links(config: Config) -> Problems:
@@ -64,7 +68,9 @@ def _links(config: Config) -> Problems:
         if (size := getattr(parallel, name)) > linked:
             joined = "hardware.linked_gpus" if hardware.linked_gpus else "hardware.gpus_per_node"
             allowed = f"at most {linked}, the GPUs that fast links join ({joined}): every layer exchanges among them"
-            yield Problem(f"parallel.{name}", str(size), allowed, "use more pipeline, context or expert parallelism")
+            yield Problem(
+                "slow-links", f"parallel.{name}", str(size), allowed, "use more pipeline, context or expert parallelism"
+            )
 
 
 def _context(config: Config) -> Problems:
@@ -72,7 +78,8 @@ def _context(config: Config) -> Problems:
     ranks, is_ours = config.parallel.context_parallel_size, config.model.architecture.index_n_heads > 0
     if ranks > 1 and config.hardware.device != "cpu" and config.trainer.params_dtype == "fp32" and not is_ours:
         allowed = "1 on GPUs with trainer.params_dtype=fp32: Transformer Engine has no attention for it"
-        yield Problem("parallel.context_parallel_size", str(ranks), allowed, "set trainer.params_dtype=bf16")
+        remedy = "set trainer.params_dtype=bf16"
+        yield Problem("context-parallel-in-fp32", "parallel.context_parallel_size", str(ranks), allowed, remedy)
 
 
 def _experts(config: Config) -> Problems:
@@ -81,15 +88,17 @@ def _experts(config: Config) -> Problems:
     if num_experts == 0:
         for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
             if (size := getattr(parallel, name)) > 1:
-                yield Problem(f"parallel.{name}", str(size), "1: the model has no experts", "leave it out")
+                remedy = "leave it out"
+                yield Problem(
+                    "experts-of-dense-model", f"parallel.{name}", str(size), "1: the model has no experts", remedy
+                )
     # With EP 1 Megatron treats experts as dense weights; with ETP below TP each tensor-parallel rank then trains its
     # copy on its own part of the sequence, and the gradients are never summed.
     elif tensor > 1 and parallel.expert_model_parallel_size == 1 and expert_tensor != tensor:
+        allowed = f"{tensor} (tensor_model_parallel_size), or any with expert_model_parallel_size above 1"
+        remedy = "raise expert_model_parallel_size, as the recipes do"
         yield Problem(
-            "parallel.expert_tensor_parallel_size",
-            str(expert_tensor),
-            f"{tensor} (tensor_model_parallel_size), or any with expert_model_parallel_size above 1",
-            "raise expert_model_parallel_size, as the recipes do",
+            "expert-tensor-without-experts", "parallel.expert_tensor_parallel_size", str(expert_tensor), allowed, remedy
         )
 
 
@@ -100,29 +109,32 @@ def _stages(config: Config) -> Problems:
     if parallel.pipeline_model_parallel_size == 1:
         if chunks > 1:
             remedy = "leave it out, or raise parallel.pipeline_model_parallel_size"
-            yield Problem(chunks_key, str(chunks), "1 with one stage: chunks of several stages interleave", remedy)
+            allowed = "1 with one stage: chunks of several stages interleave"
+            yield Problem("chunks-of-one-stage", chunks_key, str(chunks), allowed, remedy)
         if last not in (0, num_layers):
             allowed = f"0, or all {num_layers} layers, in the only stage"
-            yield Problem(key, str(last), allowed, "leave it out, or give the number of stages")
+            yield Problem(
+                "last-stage-is-only-stage", key, str(last), allowed, "leave it out, or give the number of stages"
+            )
         return
     if sum(layers_per_stage(config)) != num_layers or min(layers_per_stage(config)) < 1:
         others = parallel.pipeline_model_parallel_size - 1
-        yield Problem(
-            key,
-            str(last),
-            f"so that the other {others} stages share {num_layers} layers evenly",
-            "change the last stage or the number of stages",
-        )
+        allowed = f"so that the other {others} stages share {num_layers} layers evenly"
+        remedy = "change the last stage or the number of stages"
+        yield Problem("stages-uneven", key, str(last), allowed, remedy)
         return
     if math.gcd(*layers_per_stage(config)) % chunks:
         allowed = f"a divisor of each stage's layers ({', '.join(map(str, layers_per_stage(config)))})"
-        yield Problem(chunks_key, str(chunks), allowed, "change it, the last stage or the number of stages")
+        yield Problem(
+            "chunks-divide-stage", chunks_key, str(chunks), allowed, "change it, the last stage or the number of stages"
+        )
         return
     arch, (_, *firsts) = config.model.architecture, sorted(layers.start for layers in chain(*stage_chunks(config)))
     if arch.index_topk_freq > 1 and (wrong := [layer for layer in firsts if not chooses_keys(arch, layer)]):
         allowed = "so that stages begin with a layer that chooses keys: the choice of one before is not sent on"
         found = f"{last}: stages begin with layers {', '.join(map(str, wrong))}"
-        yield Problem(key, found, allowed, "change the last stage, the number of stages or of their chunks")
+        remedy = "change the last stage, the number of stages or of their chunks"
+        yield Problem("stage-begins-with-shared-indices", key, found, allowed, remedy)
 
 
 def _batches(config: Config) -> Problems:
@@ -130,11 +142,14 @@ def _batches(config: Config) -> Problems:
     samples, ranks = rollout_samples_per_step(config), data_parallel_size(config)
     if samples % batch:
         remedy = "change it, rollout_batch_size or num_samples_per_prompt"
-        yield Problem(key, str(batch), f"a divisor of the {samples} samples of a rollout", remedy)
+        yield Problem(
+            "batch-divides-samples", key, str(batch), f"a divisor of the {samples} samples of a rollout", remedy
+        )
     is_layout = world_size(config) % model_parallel_size(config) == 0  # else `_ranks` has rejected it
     if is_layout and batch % ranks:
         allowed = f"a multiple of {ranks}, the data-parallel ranks, which run equally many micro-batches"
-        yield Problem(key, str(batch), allowed, "raise the batch, or use more tensor or pipeline parallelism")
+        remedy = "raise the batch, or use more tensor or pipeline parallelism"
+        yield Problem("batch-divides-ranks", key, str(batch), allowed, remedy)
 
 
 def _token_budget(config: Config) -> Problems:
@@ -147,11 +162,19 @@ def _token_budget(config: Config) -> Problems:
     }[rollout.overlong_samples]
     if rollout.overlong_samples == "refuse" and not prompt:
         allowed = "at least 1 with rollout.overlong_samples=refuse: it limits prompt and response together"
-        yield Problem("rollout.max_prompt_tokens", "0", allowed, "give the tokens of the longest prompt")
+        yield Problem(
+            "prompt-limit-missing", "rollout.max_prompt_tokens", "0", allowed, "give the tokens of the longest prompt"
+        )
     if budget < needed:
         allowed = f"at least {needed} per context-parallel group ({of_what})"
         remedy = "raise the budget or cut the responses"
-        yield Problem("trainer.max_tokens_per_gpu", str(config.trainer.max_tokens_per_gpu), allowed, remedy)
+        yield Problem(
+            "token-budget-too-small",
+            "trainer.max_tokens_per_gpu",
+            str(config.trainer.max_tokens_per_gpu),
+            allowed,
+            remedy,
+        )
 
 
 LAYOUT_RULES: tuple[Callable[[Config], Problems], ...] = (

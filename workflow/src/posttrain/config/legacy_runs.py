@@ -78,7 +78,13 @@ def refuse_other_experiment(begun: Path, resolved: Resolved) -> None:
         )
     raise_if_any(
         [
-            Problem(key, repr(new.get(key)), f"{old.get(key)!r}, with which the run {resolved.run} began", remedy)
+            Problem(
+                "run-began-otherwise",
+                key,
+                repr(new.get(key)),
+                f"{old.get(key)!r}, with which the run {resolved.run} began",
+                remedy,
+            )
             for key in changed
         ]
     )

@@ -255,7 +255,7 @@ class _Merger:
         elif name is not None or key != "hardware" or not self._lacks_a_layer:
             remedy = did_you_mean(str(name), known) or f"choose one of {', '.join(known)}"
             found = repr(name) if name is not None else "no name"
-            self.problems.append(Problem(key, found, ", ".join(known), remedy))
+            self.problems.append(Problem("unknown-name", key, found, ", ".join(known), remedy))
             self._lacks_a_layer = True
 
     def add_optional_file(self, name: str) -> bool:
@@ -275,7 +275,7 @@ class _Merger:
         lines, name = self.presets, self.get("algorithm.preset")
         if name not in lines:
             remedy = did_you_mean(str(name), lines) or "choose one, and set its parts with set='algorithm....'"
-            self.problems.append(Problem("algorithm.preset", repr(name), f"one of {', '.join(lines)}", remedy))
+            self.problems.append(Problem("unknown-preset", "algorithm.preset", repr(name), ", ".join(lines), remedy))
             self._lacks_a_layer = True
             return
         chosen = {key for key, origin in self.origins.items() if Path(origin).name != BASE}
@@ -321,8 +321,8 @@ class _Merger:
         """Return the path of a file; a file in both folders is a problem, because the choice would be a guess."""
         found = [folder / name for folder in self._folders if (folder / name).exists()]
         if len(found) > 1 and not any(problem.value == str(found[1]) for problem in self.problems):
-            remedy = "give it another name"
-            self.problems.append(Problem(name, str(found[1]), f"a name that {self._dir.name}/ does not have", remedy))
+            allowed = f"a name that {self._dir.name}/ does not have"
+            self.problems.append(Problem("name-taken", name, str(found[1]), allowed, "give it another name"))
         return found[0] if found else self._dir / name
 
     def add_overrides(self, text: Any) -> None:
@@ -331,12 +331,13 @@ class _Merger:
             values = parse_overrides("" if text is None else str(text))
         except ValueError as error:
             remedy = f"{error}; quote the whole list"
-            self.problems.append(Problem("set", repr(text), "set='key=value key=value'", remedy))
+            self.problems.append(Problem("not-key-value", "set", repr(text), "set='key=value key=value'", remedy))
             return
         for key, value in values.items():
             if key in WORKFLOW_KEYS:
+                allowed = "keys of the configuration's files"
                 remedy = f"it chooses files, so give it outside of set=: --config {key}={value}"
-                self.problems.append(Problem(f"set: {key}", repr(value), "keys of the configuration's files", remedy))
+                self.problems.append(Problem("chosen-inside-set", f"set: {key}", repr(value), allowed, remedy))
             else:
                 self.add_value(key, value, "set=")
 
@@ -345,8 +346,9 @@ class _Merger:
         kind = self._types.get(general_key(key))
         if kind is None or ANY_NAME in key:
             if key in GONE:
+                found = f"{value!r} ({origin})"
                 remedy = f"leave it out; it could only be {GONE[key]}, and that is what is done"
-                self.problems.append(Problem(key, f"{value!r} ({origin})", "a key of this version", remedy))
+                self.problems.append(Problem("removed-key", key, found, "a key of this version", remedy))
             elif not any(key.startswith(f"{p.key}.") for p in self.problems):
                 self.problems.append(unknown_key(key, value, origin, self._types))
             return
@@ -355,7 +357,7 @@ class _Merger:
         except OmegaConfBaseException:
             name = TYPE_NAMES[kind]
             remedy = "write it in quotes" if is_misread_text(value, kind) else f"give {name}"
-            self.problems.append(Problem(key, f"{value!r} ({origin})", name, remedy))
+            self.problems.append(Problem("wrong-type", key, f"{value!r} ({origin})", name, remedy))
             return
         self.origins[key] = origin
 
@@ -375,8 +377,9 @@ class _Merger:
         refused = {problem.key for problem in self.problems}
         # If a layer is missing, do not report its values as missing, too.
         omitted = () if self._lacks_a_layer else self._types.keys() - known.keys() - refused
+        remedy = "set it in the model's, hardware's or site's file, or with set="
         self.problems += [
-            Problem(key, "not set", TYPE_NAMES[kind], "set it in the model's, hardware's or site's file, or with set=")
+            Problem("not-set", key, "not set", TYPE_NAMES[kind], remedy)
             for key, kind in self._types.items()
             if key in omitted and ANY_NAME not in key
         ]

@@ -22,7 +22,7 @@ def read_model_files(model: Model) -> dict[str, bytes]:
     if model.tokenizer:
         found = [name for name in TOKENIZER_FILES if (Path(model.tokenizer) / name).is_file()]
         if TOKENIZER not in found:
-            raise _rejected("tokenizer", model.tokenizer, f"a folder with {TOKENIZER}")
+            raise _rejected("file-unreadable", "tokenizer", model.tokenizer, f"a folder with {TOKENIZER}")
         files = {name: (Path(model.tokenizer) / name).read_bytes() for name in found}
     if model.chat_template:
         try:
@@ -30,7 +30,7 @@ def read_model_files(model: Model) -> dict[str, bytes]:
             files[CHAT_TEMPLATE].decode()
         except (OSError, UnicodeDecodeError) as error:
             raise _rejected(
-                "chat_template", f"{model.chat_template}: {error}", "a file with a Jinja template"
+                "file-unreadable", "chat_template", f"{model.chat_template}: {error}", "a file with a Jinja template"
             ) from error
     return files
 
@@ -44,6 +44,6 @@ def model_digests(model: Model) -> tuple[list[str], list[Problem]]:
     return [f"{name}:{hashlib.sha256(content).hexdigest()}" for name, content in files.items()], []
 
 
-def _rejected(key: str, value: str, allowed: str) -> ConfigError:
+def _rejected(code: str, key: str, value: str, allowed: str) -> ConfigError:
     remedy = "correct the path, which is relative to the folder in which the workflow runs"
-    return ConfigError([Problem(f"model.{key}", value, allowed, remedy)])
+    return ConfigError([Problem(code, f"model.{key}", value, allowed, remedy)])

@@ -19,32 +19,49 @@ def _learning_rate(config: Config) -> Problems:
     left = num_steps - warmup_steps(config)
     if left < 0:
         allowed = f"at most {num_steps}, the steps of the run (training.num_steps)"
-        yield Problem("optimizer.lr_warmup_steps", str(steps), allowed, "warm up for less long, or train longer")
+        remedy = "warm up for less long, or train longer"
+        yield Problem("warm-up-too-long", "optimizer.lr_warmup_steps", str(steps), allowed, remedy)
     if steps and share:
         allowed = f"0 with optimizer.lr_warmup_steps={steps}"
-        yield Problem("optimizer.lr_warmup_share", f"{share:g}", allowed, "give the warm-up in steps or as a share")
+        remedy = "give the warm-up in steps or as a share"
+        yield Problem("warm-up-given-twice", "optimizer.lr_warmup_share", f"{share:g}", allowed, remedy)
     if optimizer.lr_schedule == "wsd" and lr_decay_steps(config) > left:
         allowed = f"at most {left} of {num_steps} steps, which the warm-up leaves"
         remedy = "let the learning rate fall for less long, or warm up for less long"
-        yield Problem("optimizer.lr_decay_share", f"{optimizer.lr_decay_share:g}", allowed, remedy)
+        yield Problem("decay-too-long", "optimizer.lr_decay_share", f"{optimizer.lr_decay_share:g}", allowed, remedy)
 
 
 def _profiled_steps(config: Config) -> Problems:
     steps, num_steps = config.logging.profile_steps, config.training.num_steps
     if wrong := [step for step in steps if not (step.isdecimal() and 1 <= int(step) <= num_steps)]:
         remedy = "name steps that the run makes"
-        yield Problem("logging.profile_steps", ", ".join(wrong), f"1 to {num_steps} (training.num_steps)", remedy)
+        yield Problem(
+            "no-such-step", "logging.profile_steps", ", ".join(wrong), f"1 to {num_steps} (training.num_steps)", remedy
+        )
 
 
 def _balance(config: Config) -> Problems:
     arch, optimizer = config.model.architecture, config.optimizer
     if optimizer.moe_aux_loss_coeff and not arch.n_routed_experts:
         remedy = "there is no load to balance"
-        yield Problem("optimizer.moe_aux_loss_coeff", f"{optimizer.moe_aux_loss_coeff:g}", "0: no experts", remedy)
+        allowed = "0: no experts"
+        yield Problem(
+            "balance-without-experts",
+            "optimizer.moe_aux_loss_coeff",
+            f"{optimizer.moe_aux_loss_coeff:g}",
+            allowed,
+            remedy,
+        )
     if optimizer.router_bias_update_rate and not (arch.n_routed_experts and FAMILIES[arch.model_type].router_bias):
         allowed = f"0: routers of {arch.model_type} have no bias"
         remedy = "set optimizer.moe_aux_loss_coeff to balance experts"
-        yield Problem("optimizer.router_bias_update_rate", f"{optimizer.router_bias_update_rate:g}", allowed, remedy)
+        yield Problem(
+            "router-without-bias",
+            "optimizer.router_bias_update_rate",
+            f"{optimizer.router_bias_update_rate:g}",
+            allowed,
+            remedy,
+        )
 
 
 OPTIMIZER_RULES: tuple[Callable[[Config], Problems], ...] = (_learning_rate, _balance, _profiled_steps)

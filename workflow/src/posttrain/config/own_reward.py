@@ -68,20 +68,22 @@ def inspect_own(text: str, key: str = "data.reward") -> OwnReward:
         tree = ast.parse(content, path)
     except (OSError, SyntaxError, ValueError) as error:
         allowed = "path.py:function, from the folder in which the workflow runs"
-        raise _refused(key, f"{text!r}: {error}", allowed, "correct path or source") from error
+        raise _refused("reward-unreadable", key, f"{text!r}: {error}", allowed, "correct path or source") from error
     functions = {node.name: node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
     if name not in functions:
         known = ", ".join(functions) or "none"
-        raise _refused(key, repr(text), f"a function at the top level of {path}: {known}", "correct the name")
+        raise _refused(
+            "no-such-function", key, repr(text), f"a function at the top level of {path}: {known}", "correct the name"
+        )
     arguments = functions[name].args
     parameters = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
     signature = next((kind for kind, (marks, _) in SIGNATURES.items() if set(marks) <= set(parameters)), "")
     if not signature:
         remedy = "wrap it in a function with one of these signatures"
-        raise _refused(key, f"{name}({', '.join(parameters)})", _ALLOWED, remedy)
+        raise _refused("reward-signature", key, f"{name}({', '.join(parameters)})", _ALLOWED, remedy)
     if missing := [name for name in _required(arguments) if signature == TRL and name in TRAINERS_OWN]:
         remedy = f"give {', '.join(missing)} a default: rewards are computed in processes beside the trainer"
-        raise _refused(key, f"{name} needs {', '.join(missing)}", _ALLOWED, remedy)
+        raise _refused("reward-needs-trainer", key, f"{name} needs {', '.join(missing)}", _ALLOWED, remedy)
     needs_label = _needs_label(functions[name], signature, parameters)
     return OwnReward(path, name, signature, digest_of(path, content, key), needs_label)
 
@@ -131,14 +133,17 @@ def read_prompt(path: str, key: str) -> str:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise _refused(key, f"{path!r}: {error}", "a file of text", "correct the path or the file") from error
+        raise _refused(
+            "file-unreadable", key, f"{path!r}: {error}", "a file of text", "correct the path or the file"
+        ) from error
     if "{response}" not in text:
-        raise _refused(key, repr(path), "a text with {response}", "put {response} where the response belongs")
+        remedy = "put {response} where the response belongs"
+        raise _refused("placeholder-missing", key, repr(path), "a text with {response}", remedy)
     return text
 
 
-def _refused(key: str, value: str, allowed: str, remedy: str) -> ConfigError:
-    return ConfigError([Problem(key, value, allowed, remedy)])
+def _refused(code: str, key: str, value: str, allowed: str, remedy: str) -> ConfigError:
+    return ConfigError([Problem(code, key, value, allowed, remedy)])
 
 
 def _required(arguments: ast.arguments) -> list[str]:
@@ -160,7 +165,9 @@ def digest_of(path: str, content: bytes, key: str = "data.reward") -> str:
         try:
             named = (Path(path).parent / name).read_bytes()
         except OSError as error:
-            raise _refused(key, f"{NAMED_FILES} of {path}: {error}", "files that are there", "correct it") from error
+            raise _refused(
+                "no-such-file", key, f"{NAMED_FILES} of {path}: {error}", "files that are there", "correct it"
+            ) from error
         # Each with its length, so that a byte cannot move from one file to the next.
         digest.update(b"%d:%s" % (len(named), named))
     return digest.hexdigest()
@@ -175,6 +182,9 @@ def _named_files(tree: ast.Module, path: str, key: str) -> list[str]:
                 names = None
             if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
                 allowed = "a list of texts that is written out: what a plan reads, it does not execute"
-                raise _refused(key, f"{NAMED_FILES} in line {node.lineno} of {path}", allowed, "write the names out")
+                remedy = "write the names out"
+                raise _refused(
+                    "names-not-literal", key, f"{NAMED_FILES} in line {node.lineno} of {path}", allowed, remedy
+                )
             return list(names)
     return []

@@ -40,7 +40,7 @@ def unused_numbers(values: Mapping[str, Any], chosen: Collection[str]) -> Iterat
             if key in chosen and values.get(part) not in users:
                 allowed = f"no value with {part}={values.get(part)}, which does not use it"
                 remedy = f"leave it out, or set {part} to {' or '.join(users)}"
-                yield Problem(key, repr(values.get(key)), allowed, remedy)
+                yield Problem("unused-value", key, repr(values.get(key)), allowed, remedy)
 
 
 def check_bounds(config: schema.Config) -> Iterator[Problem]:
@@ -49,12 +49,14 @@ def check_bounds(config: schema.Config) -> Iterator[Problem]:
     if settings.old_logprobs == "engine" and settings.correction != "none":
         allowed = "none with algorithm.old_logprobs=engine: the ratio itself compares with the engine"
         remedy = "set algorithm.correction=none, or algorithm.old_logprobs=trainer"
-        yield Problem("algorithm.correction", settings.correction, allowed, remedy)
+        yield Problem("correction-unused", "algorithm.correction", settings.correction, allowed, remedy)
     low, high, upper = settings.correction_low, settings.correction_high, 1 + settings.clip_ratio_high
     if settings.correction == "mask" and low >= high:
         remedy = "lower it, or raise algorithm.correction_high: otherwise no token is left to learn from"
-        yield Problem("algorithm.correction_low", str(low), f"below algorithm.correction_high={high}", remedy)
+        yield Problem(
+            "bounds-crossed", "algorithm.correction_low", str(low), f"below algorithm.correction_high={high}", remedy
+        )
     if settings.clip == "dual" and settings.clip_ratio_dual <= upper:
         remedy = "raise it, or lower algorithm.clip_ratio_high"
         allowed = f"above 1 + algorithm.clip_ratio_high, which is {upper:g}"
-        yield Problem("algorithm.clip_ratio_dual", str(settings.clip_ratio_dual), allowed, remedy)
+        yield Problem("bounds-crossed", "algorithm.clip_ratio_dual", str(settings.clip_ratio_dual), allowed, remedy)

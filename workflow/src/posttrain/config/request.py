@@ -91,7 +91,9 @@ def parse_request(workflow: Mapping[str, Any]) -> Request:
             remedy = (
                 f'choose another name, which begins with a letter, or write {key}: "..." in a file for --configfile'
             )
-            problems.append(Problem(key, f"{names[key]!r}, which is no text", "a letter, then more of a name", remedy))
+            problems.append(
+                Problem("wrong-type", key, f"{names[key]!r}, which is no text", "a letter, then more of a name", remedy)
+            )
             names[key] = None
     return Request(names, sections, (*problems, *_problems(names)))
 
@@ -107,37 +109,48 @@ def _problems(names: Mapping[str, Any]) -> Iterator[Problem]:
             yield _unknown(key, value)
     nodes, run = names.get("nodes"), names.get("run")
     if nodes is not None and not is_count(nodes):
-        yield Problem("nodes", repr(nodes), "a whole number of at least 1", "give the number of nodes")
+        yield Problem("not-a-count", "nodes", repr(nodes), "a whole number of at least 1", "give the number of nodes")
     if names.get("gc", "show") not in ("show", "delete"):
-        yield Problem("gc", repr(names["gc"]), "show, delete", "show deletes nothing")
+        yield Problem("unknown-choice", "gc", repr(names["gc"]), "show, delete", "show deletes nothing")
     if names.get("quick") not in (None, 0, 1, True, False):
-        yield Problem("quick", repr(names["quick"]), "1 or 0", "quick=1 rehearses few layers and stages")
+        yield Problem(
+            "unknown-choice", "quick", repr(names["quick"]), "1 or 0", "quick=1 rehearses few layers and stages"
+        )
     imbalance = names.get("expert_imbalance")
     is_number = isinstance(imbalance, int | float) and not isinstance(imbalance, bool)
     if imbalance is not None and not (is_number and 1 <= imbalance < math.inf):
         allowed = "a number of at least 1: rows at the busiest rank's experts over the mean"
-        yield Problem("expert_imbalance", repr(imbalance), allowed, "expert_imbalance=2 rehearses twice the mean")
+        yield Problem(
+            "out-of-range", "expert_imbalance", repr(imbalance), allowed, "expert_imbalance=2 rehearses twice the mean"
+        )
     if run is not None and (not re.fullmatch(RUN_NAME, str(run)) or run in RESERVED_NAMES):
         allowed = f"a letter, then letters, digits, '.', '_' or '-'; at most 100; not {' or '.join(RESERVED_NAMES)}"
-        yield Problem("run", repr(run), allowed, "choose another name")
+        yield Problem("not-a-name", "run", repr(run), allowed, "choose another name")
     yield from _fork_problems(names.get("fork"), run)
     configs = names.get("configs")
     if configs and not Path(str(configs)).expanduser().is_dir():
-        yield Problem("configs", repr(configs), "a folder with models/, sites/ or recipes/ in it", "correct the path")
+        remedy = "correct the path"
+        yield Problem(
+            "no-such-folder", "configs", repr(configs), "a folder with models/, sites/ or recipes/ in it", remedy
+        )
 
 
 def _unknown(key: str, value: Any) -> Problem:
     if key in SECTIONS:
         remedy = f"give its values: {key}: {{...}} in a file for --configfile, or set='{key}.KEY=VALUE'"
-        return Problem(key, repr(value), "a section with values of its own", remedy)
+        return Problem("not-a-section", key, repr(value), "a section with values of its own", remedy)
     near = did_you_mean(key, SECTIONS if isinstance(value, Mapping) else WORKFLOW_KEYS)
     remedy = near or f"put it into set='...': set='{key}={value}'"
-    return Problem(key, repr(value), f"{', '.join(WORKFLOW_KEYS)}, or a section of config/README.md", remedy)
+    return Problem(
+        "unknown-key", key, repr(value), f"{', '.join(WORKFLOW_KEYS)}, or a section of config/README.md", remedy
+    )
 
 
 def _fork_problems(fork: Any, run: Any) -> Iterator[Problem]:
     if fork is not None and not re.fullmatch(FORK, str(fork)):
         allowed = "RUN@STEP: a run's name and a step of which it has a checkpoint"
-        yield Problem("fork", repr(fork), allowed, "`snakemake status --cores 1` shows runs and steps")
+        yield Problem(
+            "not-a-run-at-step", "fork", repr(fork), allowed, "`snakemake status --cores 1` shows runs and steps"
+        )
     elif fork is not None and str(fork).partition("@")[0] == str(run):
-        yield Problem("fork", repr(fork), "another run than run=", "give the fork a name of its own")
+        yield Problem("fork-of-itself", "fork", repr(fork), "another run than run=", "give the fork a name of its own")

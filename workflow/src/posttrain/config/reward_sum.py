@@ -63,17 +63,19 @@ def parse_reward(text: str, key: str = "data.reward") -> tuple[Term, ...]:
     matches = [_TERM.fullmatch(part) for part in text.split("+")]
     allowed = "graders with weights as in 'math + 0.2*format'"
     if not all(matches):
-        raise ConfigError([Problem(key, repr(text), allowed, "write it as a sum of WEIGHT*GRADER")])
+        raise ConfigError([Problem("not-a-reward-sum", key, repr(text), allowed, "write it as a sum of WEIGHT*GRADER")])
     terms = tuple(Term(match["name"], float(match["weight"] or 1)) for match in matches if match)
     wrong = [term.grader for term in terms if not term.weight or not math.isfinite(term.weight)]
     if wrong:
         remedy = f"leave {', '.join(wrong)} out, or give it a weight"
-        raise ConfigError([Problem(key, repr(text), f"{allowed}, no weight 0 and none infinite", remedy)])
+        raise ConfigError(
+            [Problem("reward-weight", key, repr(text), f"{allowed}, no weight 0 and none infinite", remedy)]
+        )
     columns = [term.column for term in terms]
     if len(set(columns)) < len(columns):
         twice = sorted({column for column in columns if columns.count(column) > 1})
         remedy = f"name each once: {', '.join(twice)} would be one column"
-        raise ConfigError([Problem(key, repr(text), f"{allowed}, each of another name", remedy)])
+        raise ConfigError([Problem("named-twice", key, repr(text), f"{allowed}, each of another name", remedy)])
     return terms
 
 

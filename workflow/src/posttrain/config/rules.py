@@ -46,9 +46,8 @@ def check_convertible(config: Config) -> Problems:
     source = config.model.source
     if source.kind == "hub" and source.revision == UNPINNED:
         remedy = "set='model.source.revision=...' with the commit that the repository's page shows"
-        yield Problem(
-            "model.source.revision", UNPINNED, "40 hex digits to fetch it; it can be planned as it is", remedy
-        )
+        allowed = "40 hex digits to fetch it; it can be planned as it is"
+        yield Problem("revision-not-pinned", "model.source.revision", UNPINNED, allowed, remedy)
 
 
 def check_trainable(config: Config) -> Problems:
@@ -67,7 +66,9 @@ def _groups_of_experts(config: Config) -> Problems:
     if arch.n_group > 1 and arch.num_experts_per_tok // arch.topk_group != 2:
         allowed = f"half of {arch.num_experts_per_tok} (num_experts_per_tok) to train with this version"
         remedy = "plan it, or take another model"
-        yield Problem("model.architecture.topk_group", str(arch.topk_group), allowed, remedy)
+        yield Problem(
+            "expert-groups-untrainable", "model.architecture.topk_group", str(arch.topk_group), allowed, remedy
+        )
 
 
 def _model_source(config: Config) -> Problems:
@@ -77,14 +78,14 @@ def _model_source(config: Config) -> Problems:
         if source.revision != UNPINNED:
             yield from _pinned("model.source.revision", source.revision)
     if source.kind == "run" and not re.fullmatch(RUN_NAME, source.run):
-        yield Problem(
-            "model.source.run", repr(source.run), "a run's name", "`snakemake status --cores 1` shows all runs"
-        )
+        remedy = "`snakemake status --cores 1` shows all runs"
+        yield Problem("not-set", "model.source.run", repr(source.run), "a run's name", remedy)
     if source.kind == "run" and source.revision and not re.fullmatch("[0-9a-f]{64}", source.revision):
         allowed = "'', or the 64 hex digits of the export's receipt"
-        yield Problem("model.source.revision", repr(source.revision), allowed, "leave it out: it is found by itself")
+        remedy = "leave it out: it is found by itself"
+        yield Problem("not-a-digest", "model.source.revision", repr(source.revision), allowed, remedy)
     if source.kind == "folder" and not source.folder:
-        yield Problem("model.source.folder", "''", "a folder", "give the folder of the checkpoint")
+        yield Problem("not-set", "model.source.folder", "''", "a folder", "give the folder of the checkpoint")
 
 
 def _data_sources(config: Config) -> Problems:
@@ -94,31 +95,35 @@ def _data_sources(config: Config) -> Problems:
         yield from _data_source(data, section)
         if name and not re.fullmatch(NODE_NAME, name):
             allowed = "letters, digits, '.', '_' and '-'; it starts with a letter or digit"
-            yield Problem("data.sources", repr(name), allowed, "give the source another name")
+            yield Problem("not-a-name", "data.sources", repr(name), allowed, "give the source another name")
 
 
 def _data_source(data: Data, section: str) -> Problems:
     if data.kind not in KINDS:
-        yield Problem(f"{section}.kind", repr(data.kind), f"one of {', '.join(KINDS)}", "choose one")
+        yield Problem("unknown-choice", f"{section}.kind", repr(data.kind), f"one of {', '.join(KINDS)}", "choose one")
     if data.kind == "hub":
         yield from _repository(f"{section}.repo_id", data.repo_id)
         yield from _pinned(f"{section}.revision", data.revision)
     if data.kind in LOCAL_DATA or (data.kind == "hub" and not data.split):
         allowed = f"a file of prompts, or {section}.split" if data.kind == "hub" else "a file of prompts"
         if not data.train_file:
-            yield Problem(f"{section}.train_file", "''", allowed, "give the path of the prompts")
+            yield Problem("not-set", f"{section}.train_file", "''", allowed, "give the path of the prompts")
     if data.kind != "hub":
         for name in ("subset", "split", "heldout_split"):
             if value := getattr(data, name):
                 remedy = f"set {section}.kind=hub"
-                yield Problem(f"{section}.{name}", repr(value), f"'' with this {section}.kind", remedy)
+                yield Problem("unused-value", f"{section}.{name}", repr(value), f"'' with this {section}.kind", remedy)
     if data.kind in GENERATED and data.num_train_prompts < 1:
-        yield Problem("data.num_train_prompts", str(data.num_train_prompts), "at least 1", "generate some")
+        yield Problem(
+            "not-a-count", "data.num_train_prompts", str(data.num_train_prompts), "at least 1", "generate some"
+        )
     wanted, different = data.num_train_prompts + data.num_heldout_prompts, 10**data.num_digits
     if data.kind == "sort_digits" and wanted > different:
         allowed = f"at most {different} with the held-out ones: there are no more numbers of {data.num_digits} digits"
         remedy = "ask for fewer, or raise data.num_digits"
-        yield Problem("data.num_train_prompts", f"{data.num_train_prompts} of {wanted} in all", allowed, remedy)
+        yield Problem(
+            "too-few-numbers", "data.num_train_prompts", f"{data.num_train_prompts} of {wanted} in all", allowed, remedy
+        )
 
 
 def _suites(config: Config) -> Problems:
@@ -126,7 +131,7 @@ def _suites(config: Config) -> Problems:
         section = f"evaluation.suites.{name}"
         if name == HELD_OUT or not re.fullmatch(NODE_NAME, name):
             allowed = f"letters, digits, '.', '_' and '-'; it starts with a letter or digit, and is not {HELD_OUT}"
-            yield Problem("evaluation.suites", repr(name), allowed, "give the suite another name")
+            yield Problem("not-a-name", "evaluation.suites", repr(name), allowed, "give the suite another name")
         if suite.reward or "reasoning_gym" in config.data.reward:
             yield from _reward(config, eval_tasks_of(config)[name].data, f"{section}.reward")
         if suite.kind == "hub":
@@ -135,18 +140,21 @@ def _suites(config: Config) -> Problems:
                 yield from _pinned(f"{section}.revision", suite.revision)
         if not suite.file and (suite.kind == "files" or not suite.split):
             allowed = f"a file of prompts, or {section}.split" if suite.kind == "hub" else "a file of prompts"
-            yield Problem(f"{section}.file", "''", allowed, "say where the prompts are")
+            yield Problem("not-set", f"{section}.file", "''", allowed, "say where the prompts are")
         if config.evaluation.interval and not suite.num_prompts:
             allowed = "how many prompts are asked, with evaluation.interval: the plan forecasts what they cost"
-            yield Problem(f"{section}.num_prompts", "0", allowed, "give their number")
+            yield Problem("not-set", f"{section}.num_prompts", "0", allowed, "give their number")
         longest = config.rollout.max_response_tokens
         if suite.max_response_tokens > longest:
             allowed = f"at most {longest} (rollout.max_response_tokens), for which engines are laid out"
             key, remedy = f"{section}.max_response_tokens", "cut the suite's responses, or raise both"
-            yield Problem(key, str(suite.max_response_tokens), allowed, remedy)
+            yield Problem("suite-responses-too-long", key, str(suite.max_response_tokens), allowed, remedy)
     if config.evaluation.interval and not uses_engines(config):
         remedy = "leave it out; before and after training engines are started for it"
-        yield Problem("evaluation.interval", str(config.evaluation.interval), "0 where training has no engines", remedy)
+        allowed = "0 where training has no engines"
+        yield Problem(
+            "evaluation-without-engines", "evaluation.interval", str(config.evaluation.interval), allowed, remedy
+        )
 
 
 def _reward(config: Config, data: Data, key: str) -> Problems:
@@ -160,21 +168,24 @@ def _reward(config: Config, data: Data, key: str) -> Problems:
     for term in terms:
         if not term.is_own and term.grader not in known:
             allowed = f"{', '.join(known)}, path.py:function, or a name in reward.services or reward.judges"
-            yield Problem(key, repr(term.grader), allowed, did_you_mean(term.grader, known) or "choose one")
+            yield Problem(
+                "unknown-reward", key, repr(term.grader), allowed, did_you_mean(term.grader, known) or "choose one"
+            )
         if term.grader == "reasoning_gym" != data.kind:
             allowed = f"another grader with kind={data.kind}: this one asks the task that has made the row"
-            yield Problem(key, repr(data.reward), allowed, "choose one of docs/rewards.md, or set kind=reasoning_gym")
+            remedy = "choose one of docs/rewards.md, or set kind=reasoning_gym"
+            yield Problem("reward-of-another-kind", key, repr(data.reward), allowed, remedy)
 
 
 def _repository(key: str, repo_id: str) -> Problems:
     if not re.fullmatch(REPOSITORY, repo_id):
-        yield Problem(key, repr(repo_id), "owner/name", "give the Hub repository")
+        yield Problem("not-a-repository", key, repr(repo_id), "owner/name", "give the Hub repository")
 
 
 def _pinned(key: str, revision: str) -> Problems:
     if len(revision) != 40 or not set(revision) <= set("0123456789abcdef"):
         remedy = "pin the commit that the repository's page shows, in quotes"
-        yield Problem(key, repr(revision), "40 hex digits", remedy)
+        yield Problem("revision-not-pinned", key, repr(revision), "40 hex digits", remedy)
 
 
 def _architecture(config: Config) -> Problems:
@@ -185,7 +196,8 @@ def _group(config: Config) -> Problems:
     # An advantage is the distance from the group's mean: of one response it is always 0, and nothing is learned.
     if uses_engines(config) and config.rollout.num_samples_per_prompt < 2:
         remedy = "raise it; lower rollout.rollout_batch_size to keep the number of samples"
-        yield Problem("rollout.num_samples_per_prompt", "1", "at least 2: GRPO compares a prompt's responses", remedy)
+        allowed = "at least 2: GRPO compares a prompt's responses"
+        yield Problem("one-response-per-prompt", "rollout.num_samples_per_prompt", "1", allowed, remedy)
 
 
 def _positions(config: Config) -> Problems:
@@ -193,21 +205,23 @@ def _positions(config: Config) -> Problems:
     longest = rollout.max_response_tokens
     if longest + max(rollout.max_prompt_tokens, 1) > positions:
         allowed = f"less than {positions} (max_position_embeddings), which prompt and response share"
-        yield Problem("rollout.max_response_tokens", str(longest), allowed, "cut the responses")
+        yield Problem("no-room-for-a-prompt", "rollout.max_response_tokens", str(longest), allowed, "cut the responses")
 
 
 def _recomputation(config: Config) -> Problems:
     chunk, smallest = config.trainer.recompute_num_layers, min(map(len, chain(*stage_chunks(config))), default=0)
     if config.trainer.recompute_granularity == "full" and chunk > smallest > 0:
         allowed = f"at most {smallest}, the layers of the smallest pipeline stage, or chunk of one"
-        yield Problem("trainer.recompute_num_layers", str(chunk), allowed, "recompute fewer layers at a time")
+        remedy = "recompute fewer layers at a time"
+        yield Problem("recompute-exceeds-stage", "trainer.recompute_num_layers", str(chunk), allowed, remedy)
 
 
 def _benchmark_rows(config: Config) -> Problems:
     rows = config.evaluation.serving.concurrency
     if not rows or any(not row.isdecimal() or int(row) < 1 for row in rows) or len({*rows}) < len(rows):
         remedy = "name the requests in flight, once each"
-        yield Problem("evaluation.serving.concurrency", ", ".join(rows) or "none", "whole numbers from 1 on", remedy)
+        allowed = "whole numbers from 1 on"
+        yield Problem("not-concurrencies", "evaluation.serving.concurrency", ", ".join(rows) or "none", allowed, remedy)
 
 
 def _names(config: Config) -> Problems:
@@ -218,7 +232,9 @@ def _names(config: Config) -> Problems:
     ):
         if not re.fullmatch(NODE_NAME, name):
             allowed = "up to 100 letters, digits, '.', '_' and '-' that start with a letter or digit"
-            yield Problem(key, repr(name), allowed, "give the name of its file: folders are named after it")
+            yield Problem(
+                "not-a-name", key, repr(name), allowed, "give the name of its file: folders are named after it"
+            )
 
 
 def _hardware(config: Config) -> Problems:
@@ -226,17 +242,20 @@ def _hardware(config: Config) -> Problems:
     if trainer.deepep and not hardware.trainer_deepep:
         remedy = "set trainer.deepep=false; tokens then go through Megatron's all-to-all"
         reason = f": {hardware.trainer_deepep_reason}" if hardware.trainer_deepep_reason else ""
-        yield Problem("trainer.deepep", "true", f"false on {hardware.name}{reason}", remedy)
+        yield Problem("no-deepep", "trainer.deepep", "true", f"false on {hardware.name}{reason}", remedy)
     if hardware.device == "cpu" and trainer.optimizer_cpu_offload:
         remedy = "the state is in host memory already"
-        yield Problem("trainer.optimizer_cpu_offload", "true", "false on a CPU", remedy)
+        yield Problem("offload-on-cpu", "trainer.optimizer_cpu_offload", "true", "false on a CPU", remedy)
     elif trainer.optimizer_cpu_offload and trainer.params_dtype == "fp32":
         # Megatron Core 0.19 gives its offloading optimizer views of FP32 weights, which torch's optimizers refuse.
         remedy = "set trainer.params_dtype=bf16, or trainer.optimizer_cpu_offload=false"
-        yield Problem("trainer.params_dtype", "fp32", "bf16 where the optimizer's state is in host memory", remedy)
+        allowed = "bf16 where the optimizer's state is in host memory"
+        yield Problem("fp32-with-offload", "trainer.params_dtype", "fp32", allowed, remedy)
     if hardware.compute_capability and not re.fullmatch(r"\d+\.\d", hardware.compute_capability):
         allowed, remedy = "a number such as 9.0, or none", "`nvidia-smi --query-gpu=compute_cap --format=csv` tells it"
-        yield Problem("hardware.compute_capability", repr(hardware.compute_capability), allowed, remedy)
+        yield Problem(
+            "not-a-capability", "hardware.compute_capability", repr(hardware.compute_capability), allowed, remedy
+        )
 
 
 def _formats(config: Config) -> Problems:
@@ -244,7 +263,9 @@ def _formats(config: Config) -> Problems:
     for key in ("formats", "emulated_formats"):
         if unknown := [name for name in getattr(hardware, key) if name not in FORMATS]:
             allowed = f"formats among {', '.join(FORMATS)}"
-            yield Problem(f"hardware.{key}", ", ".join(unknown), allowed, "correct the hardware's file")
+            yield Problem(
+                "unknown-format", f"hardware.{key}", ", ".join(unknown), allowed, "correct the hardware's file"
+            )
     computed = [*hardware.formats, *hardware.emulated_formats]
     # The embedded engine dequantises at load.
     if config.engine.kind != "sglang" or "fp8" in computed:
@@ -252,9 +273,11 @@ def _formats(config: Config) -> Problems:
     on_hardware = f"on {hardware.name}, which computes with {', '.join(computed)}"
     if config.rollout.fp8:
         remedy = "set rollout.fp8=false; the engines then need twice the memory"
-        yield Problem("rollout.fp8", "true", f"false {on_hardware}", remedy)
+        yield Problem("no-fp8", "rollout.fp8", "true", f"false {on_hardware}", remedy)
     if config.evaluation.precision == "fp8":
-        yield Problem("evaluation.precision", "fp8", f"source or auto {on_hardware}", "set evaluation.precision=source")
+        yield Problem(
+            "no-fp8", "evaluation.precision", "fp8", f"source or auto {on_hardware}", "set evaluation.precision=source"
+        )
 
 
 def _quantize(config: Config) -> Problems:
@@ -263,19 +286,26 @@ def _quantize(config: Config) -> Problems:
         allowed = (
             f"fp32 with quantize.strategy={quantize.strategy}: only scales of blocks are declared as powers of two"
         )
-        yield Problem("quantize.scale", "power_of_two", allowed, "set quantize.strategy=block or quantize.scale=fp32")
+        remedy = "set quantize.strategy=block or quantize.scale=fp32"
+        yield Problem("power-of-two-needs-blocks", "quantize.scale", "power_of_two", allowed, remedy)
     if quantize.keep_first_layers + quantize.keep_last_layers >= layers:
         kept = f"{quantize.keep_first_layers} first and {quantize.keep_last_layers} last"
-        yield Problem("quantize.keep_last_layers", kept, f"fewer than the {layers} layers", "keep fewer layers")
+        yield Problem(
+            "no-layer-left", "quantize.keep_last_layers", kept, f"fewer than the {layers} layers", "keep fewer layers"
+        )
     for pattern in quantize.keep_modules:
         try:
             re.compile(pattern)
         except re.error as error:
-            yield Problem("quantize.keep_modules", repr(pattern), f"a regular expression ({error})", "correct it")
+            yield Problem(
+                "not-a-pattern", "quantize.keep_modules", repr(pattern), f"a regular expression ({error})", "correct it"
+            )
     if config.serving.calibration and config.serving.format != "nvfp4":
         allowed = f"none with serving.format={config.serving.format}, which has no scales of activations"
         remedy = "leave it out, or set serving.format=nvfp4"
-        yield Problem("serving.calibration", ", ".join(config.serving.calibration), allowed, remedy)
+        yield Problem(
+            "calibration-unused", "serving.calibration", ", ".join(config.serving.calibration), allowed, remedy
+        )
 
 
 def _merged_matrices(config: Config) -> Problems:
@@ -289,7 +319,7 @@ def _merged_matrices(config: Config) -> Problems:
         return
     allowed = f"{num_dense} or more: their MLPs are {arch.intermediate_size} wide, no multiple of {FP8_BLOCK}"
     remedy = f"set quantize.keep_first_layers={num_dense}, or another quantize.strategy"
-    yield Problem("quantize.keep_first_layers", str(quantize.keep_first_layers), allowed, remedy)
+    yield Problem("rows-not-in-blocks", "quantize.keep_first_layers", str(quantize.keep_first_layers), allowed, remedy)
 
 
 def _serving_rows(config: Config) -> Problems:
@@ -313,14 +343,14 @@ def _serving_rows(config: Config) -> Problems:
         if width % group:
             allowed = f"rows of a multiple of {group} weights; {name} gives matrices with rows of {width}"
             remedy = f"choose another format, or keep these with quantize.keep_modules: {name} is the model's"
-            yield Problem("serving.format", config.serving.format, allowed, remedy)
+            yield Problem("rows-not-in-blocks", "serving.format", config.serving.format, allowed, remedy)
 
 
 def _node_names(config: Config) -> Problems:
     names = config.site.node_names
     if len(set(names)) < len(names) or not all(re.fullmatch(NODE_NAME, name) for name in names):
         allowed = "different names of letters, digits, '.', '_' and '-' that start with a letter or digit"
-        yield Problem("site.node_names", repr(names), allowed, "give each node's host name once")
+        yield Problem("not-node-names", "site.node_names", repr(names), allowed, "give each node's host name once")
 
 
 def _slices(config: Config) -> Problems:
@@ -328,7 +358,7 @@ def _slices(config: Config) -> Problems:
     if config.stage.copy == "slices" and names not in (0, config.nodes):
         allowed = f"everything or nothing, or {config.nodes} site.node_names in the order of the nodes' ranks"
         remedy = "which slices a node needs follows from its rank: name the job's nodes, or none"
-        yield Problem("stage.copy", f"slices with {names} site.node_names", allowed, remedy)
+        yield Problem("slices-need-node-names", "stage.copy", f"slices with {names} site.node_names", allowed, remedy)
 
 
 RULES: tuple[Callable[[Config], Problems], ...] = (

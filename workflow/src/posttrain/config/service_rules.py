@@ -36,10 +36,10 @@ def _names(config: Config) -> Problems:
     taken = {*BUILT_IN}
     for section, name, _ in addresses(config):
         if name in taken:
-            yield Problem(section, repr(name), "a name that no other grader has", "give it another name")
+            yield Problem("name-taken", section, repr(name), "a name that no other grader has", "give it another name")
         if not re.fullmatch(_NAME, name):
             allowed = "letters, digits, '_' and '-'; it starts with a letter"
-            yield Problem(section, repr(name), allowed, "give it another name")
+            yield Problem("not-a-name", section, repr(name), allowed, "give it another name")
         taken.add(name)
 
 
@@ -48,11 +48,11 @@ def _addresses(config: Config) -> Problems:
         if problem := _wrong_url(address.url):
             allowed = "http://host:port/path or https://, without user, password and query"
             remedy = f"a secret belongs into the environment: {section}.token_variable names the variable"
-            yield Problem(f"{section}.url", problem, allowed, remedy)
+            yield Problem("not-an-address", f"{section}.url", problem, allowed, remedy)
         if address.token_variable and not re.fullmatch(_VARIABLE, address.token_variable):
             allowed = "the name of an environment variable, in capital letters"
             remedy = "export the token, and give the variable's name; a token that stood here is known to others now"
-            yield Problem(f"{section}.token_variable", "a text that is not shown", allowed, remedy)
+            yield Problem("secret-in-config", f"{section}.token_variable", "a text that is not shown", allowed, remedy)
 
 
 def _wrong_url(url: str) -> str:
@@ -73,7 +73,7 @@ def _judges(config: Config) -> Problems:
         for key in ("model", "prompt_file"):
             if not getattr(judge, key):
                 remedy = "name it as the address does" if key == "model" else "write it, with {prompt} and {response}"
-                yield Problem(f"{section}.{key}", "''", "a model" if key == "model" else "a file", remedy)
+                yield Problem("not-set", f"{section}.{key}", "''", "a model" if key == "model" else "a file", remedy)
         yield from _pattern(f"{section}.verdict_pattern", judge.verdict_pattern, num_groups=1)
 
 
@@ -85,11 +85,15 @@ def _pattern(key: str, pattern: str, num_groups: int | None = None) -> Problems:
     try:
         found = check_pattern(pattern)
     except ValueError as error:
-        yield Problem(key, str(error), "a regular expression that needs no exponential time", "correct it")
+        yield Problem(
+            "not-a-pattern", key, str(error), "a regular expression that needs no exponential time", "correct it"
+        )
         return
     if num_groups not in (None, found):
         allowed = f"a regular expression with {num_groups} group"
-        yield Problem(key, f"{pattern!r} with {found}", allowed, "write (?:...) for what is no verdict")
+        yield Problem(
+            "pattern-groups", key, f"{pattern!r} with {found}", allowed, "write (?:...) for what is no verdict"
+        )
 
 
 SERVICE_RULES: tuple[Callable[[Config], Problems], ...] = (_names, _addresses, _judges, _format)

@@ -47,7 +47,7 @@ def read_mapping(path: Path, name: str = "", load: Callable[[str], Any] = yaml.s
     name = name or str(path)
     try:
         text = _read(path)
-        raise_if_any([Problem(name, *fault) for fault in faults_of(text)])
+        raise_if_any([Problem("not-strict-yaml", name, *fault) for fault in faults_of(text)])
         top = yaml.compose(text, Loader=_PARSER)
         content = load(text) if isinstance(top, MappingNode) else yaml.safe_load(text)
     except ConfigError:
@@ -55,14 +55,18 @@ def read_mapping(path: Path, name: str = "", load: Callable[[str], Any] = yaml.s
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
         reason = " ".join(filter(None, [error.context, error.problem]))
-        raise ConfigError([Problem(name, f"{line}{reason}", _ALLOWED, "correct that line")]) from error
+        raise ConfigError([Problem("not-yaml", name, f"{line}{reason}", _ALLOWED, "correct that line")]) from error
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError([Problem(name, str(error), _ALLOWED, "correct the path or the file")]) from error
+        raise ConfigError(
+            [Problem("file-unreadable", name, str(error), _ALLOWED, "correct the path or the file")]
+        ) from error
     if content is None:
         return {}
     if not isinstance(content, dict):
         remedy = "write `section: {key: value}`"
-        raise ConfigError([Problem(name, f"a {type(content).__name__} at its top level", _ALLOWED, remedy)])
+        raise ConfigError(
+            [Problem("not-a-mapping", name, f"a {type(content).__name__} at its top level", _ALLOWED, remedy)]
+        )
     return content
 
 

@@ -94,4 +94,6 @@ def check_pinned(config: Config) -> Iterator[Problem]:
         if suite.kind == "hub" and suite.revision == UNPINNED:
             key = f"evaluation.suites.{name}.revision"
             remedy = f"give the commit that the page of {suite.repo_id} shows"
-            yield Problem(key, UNPINNED, "40 hex digits to fetch it; it can be planned as it is", remedy)
+            yield Problem(
+                "revision-not-pinned", key, UNPINNED, "40 hex digits to fetch it; it can be planned as it is", remedy
+            )

@@ -25,7 +25,7 @@ def _rollout(config: Config) -> Problems:
             needed = str(wanted).lower()
             remedy = f"--config recipe=sft, which sets it, or set='rollout.{key}={needed}'"
             allowed = f"{needed} with training.objective=sft: {why}"
-            yield Problem(f"rollout.{key}", str(value).lower(), allowed, remedy)
+            yield Problem("not-for-supervised", f"rollout.{key}", str(value).lower(), allowed, remedy)
 
 
 def _responses(config: Config) -> Problems:
@@ -33,7 +33,7 @@ def _responses(config: Config) -> Problems:
     data = config.data
     if not uses_engines(config) and data.kind in GENERATED and data.response_key:
         allowed = f"'' with data.kind={data.kind}, whose label is the response"
-        yield Problem("data.response_key", repr(data.response_key), allowed, "leave it out")
+        yield Problem("label-is-the-response", "data.response_key", repr(data.response_key), allowed, "leave it out")
 
 
 SUPERVISED_RULES: tuple[Callable[[Config], Problems], ...] = (_rollout, _responses)

@@ -45,13 +45,15 @@ def installed_version(data: Data) -> tuple[str, list[Problem]]:
         importlib.import_module("reasoning_gym")
     except ImportError as error:
         key = "data.kind" if "" in sources else f"data.sources.{next(iter(sources))}.kind"
-        return "", [Problem(key, "reasoning_gym", f"a kind whose package is installed ({error})", REMEDY)]
+        return "", [
+            Problem("package-missing", key, "reasoning_gym", f"a kind whose package is installed ({error})", REMEDY)
+        ]
     for name, source in sources.items():
         section = f"data.sources.{name}" if name else "data"
         if source.task in EVALUATE and not data.runs_responses:
             allowed = "a task that runs nothing of a response: this one evaluates it as Python, in no sandbox"
             remedy = "take another task, or set data.runs_responses=true where the workers may do what a model says"
-            problems.append(Problem(f"{section}.task", repr(source.task), allowed, remedy))
+            problems.append(Problem("task-runs-responses", f"{section}.task", repr(source.task), allowed, remedy))
         try:
             load_task(source.task, tuple(source.task_parameters), section)
         except ConfigError as error:
@@ -81,7 +83,7 @@ def load_task(name: str, words: tuple[str, ...], section: str = "data", seed: in
     if name not in DATASETS:
         allowed = f"one of the {len(DATASETS)} tasks of {PACKAGE}"
         remedy = did_you_mean(name, DATASETS) or f"choose one: {', '.join(sorted(DATASETS))}"
-        raise ConfigError([Problem(f"{section}.task", repr(name), allowed, remedy)])
+        raise ConfigError([Problem("unknown-task", f"{section}.task", repr(name), allowed, remedy)])
     make, config_class = DATASETS[name]
     given = _parameters(name, words, config_class, f"{section}.task_parameters")
     try:
@@ -93,7 +95,9 @@ def load_task(name: str, words: tuple[str, ...], section: str = "data", seed: in
     except Exception as error:
         allowed = f"what {name} takes: {error or type(error).__name__}"
         told = ", ".join(words) or "none"
-        raise ConfigError([Problem(f"{section}.task_parameters", told, allowed, "correct it")]) from error
+        raise ConfigError(
+            [Problem("task-parameters", f"{section}.task_parameters", told, allowed, "correct it")]
+        ) from error
 
 
 def _parameters(task: str, words: Sequence[str], config_class: type, key: str) -> dict[str, Any]:
@@ -105,17 +109,25 @@ def _parameters(task: str, words: Sequence[str], config_class: type, key: str) -
     for word in words:
         name, separator, text = word.partition("=")
         if not separator:
-            problems.append(Problem(key, repr(word), "NAME=VALUE", "write it so"))
+            problems.append(Problem("not-key-value", key, repr(word), "NAME=VALUE", "write it so"))
         elif name in OURS:
-            problems.append(Problem(key, repr(word), f"what is {task}'s alone", f"set {OURS[name]}"))
+            problems.append(
+                Problem("parameter-of-another-key", key, repr(word), f"what is {task}'s alone", f"set {OURS[name]}")
+            )
         elif name not in known:
             remedy = did_you_mean(name, known) or "choose one"
-            problems.append(Problem(key, repr(word), f"a parameter of {task}: {', '.join(sorted(known))}", remedy))
+            problems.append(
+                Problem(
+                    "unknown-parameter", key, repr(word), f"a parameter of {task}: {', '.join(sorted(known))}", remedy
+                )
+            )
         else:
             found[name] = value = _value(text, known[name])
             if not _fits(value, known[name]):
                 kind = known[name].__name__ if isinstance(known[name], type) else str(known[name])
-                problems.append(Problem(key, repr(word), f"{name} of the type {kind}", "correct the value"))
+                problems.append(
+                    Problem("wrong-type", key, repr(word), f"{name} of the type {kind}", "correct the value")
+                )
     if problems:
         raise ConfigError(problems)
     return found

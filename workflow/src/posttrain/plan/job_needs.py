@@ -90,7 +90,13 @@ def check_compared(config: Config) -> Iterator[Problem]:
     if config.serving.weights == "trained" and config.engine.kind != "embedded" and config.hardware.device == "cuda":
         known = "embedded, which reads their codes as numbers; SGLang is compared in the source's precision and in FP8"
         remedy = "set serving.weights=model, or engine.kind=embedded where one GPU holds the model"
-        yield Problem("engine.kind", f"{config.engine.kind} with {config.serving.format} weights", known, remedy)
+        yield Problem(
+            "original-exceeds-engine",
+            "engine.kind",
+            f"{config.engine.kind} with {config.serving.format} weights",
+            known,
+            remedy,
+        )
     for precision in compared_precisions(config):
         for problem in check_served(precision_config(config, precision)):
             yield dataclasses.replace(problem, key=f"compare_precisions: {precision}")
@@ -104,12 +110,18 @@ def check_served(config: Config) -> Iterator[Problem]:
     if not nodes:
         found = f"more than {MOST_NODES} nodes of {machine}, or as many as SGLang cannot cut the model for"
         allowed = f"a model that up to {MOST_NODES} nodes hold as one engine (engine.mem_fraction_static of each GPU)"
-        yield Problem("evaluate", found, allowed, remedy)
+        yield Problem("evaluation-exceeds-nodes", "evaluate", found, allowed, remedy)
     elif nodes > 1 and config.site.launcher == "local":
         if evaluation_nodes(in_fp8) == 1:
             remedy = f"set evaluation.precision=fp8, which one node holds, or {remedy}"
         allowed = "1 with site.launcher=local, which is one machine"
-        yield Problem("evaluate", f"{nodes} nodes of {machine} hold the model", allowed, f"name a cluster, or {remedy}")
+        yield Problem(
+            "one-machine",
+            "evaluate",
+            f"{nodes} nodes of {machine} hold the model",
+            allowed,
+            f"name a cluster, or {remedy}",
+        )
 
 
 class RuleNeeds:

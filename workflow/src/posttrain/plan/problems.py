@@ -96,7 +96,7 @@ def _check_trainer(config: Config, phases: Sequence[PhaseMemory]) -> Iterator[Pr
         remedy = f"set='{sizes}', or trainer.optimizer_cpu_offload=true"
     else:
         remedy = requests_that_fit(config, {})
-    yield Problem("parallel", _amount(fullest), _limit(config), remedy)
+    yield Problem("trainer-exceeds-memory", "parallel", _amount(fullest), _limit(config), remedy)
 
 
 def _check_awake(config: Config, phases: Sequence[PhaseMemory]) -> Iterator[Problem]:
@@ -107,7 +107,10 @@ def _check_awake(config: Config, phases: Sequence[PhaseMemory]) -> Iterator[Prob
     if excess > 0 and config.hardware.device == "cuda":
         lower = fraction - excess / config.hardware.memory_gib_per_gpu
         remedy = f"{max(0.0, lower - 0.005):.2f} or less"
-        yield Problem("engine.mem_fraction_static", f"{fraction}: {_amount(fullest)}", _limit(config), remedy)
+        allowed = _limit(config)
+        yield Problem(
+            "engine-exceeds-memory", "engine.mem_fraction_static", f"{fraction}: {_amount(fullest)}", allowed, remedy
+        )
 
 
 def _check_engine(config: Config) -> Iterator[Problem]:
@@ -118,7 +121,7 @@ def _check_engine(config: Config) -> Iterator[Problem]:
         if of_engine and of_engine.weights_gib_per_gpu > fraction * memory_gib:
             found = f"{of_engine.weights_gib_per_gpu:.1f} GiB of weights per GPU"
             allowed = f"less than {fraction * memory_gib:.1f} GiB (engine.mem_fraction_static of {memory_gib:g} GiB)"
-            yield Problem(key, found, allowed, "more GPUs per engine, or rollout.fp8=true")
+            yield Problem("weights-exceed-engine", key, found, allowed, "more GPUs per engine, or rollout.fp8=true")
 
 
 def _check_engine_count(config: Config) -> Iterator[Problem]:
@@ -126,7 +129,9 @@ def _check_engine_count(config: Config) -> Iterator[Problem]:
     if config.hardware.device == "cuda" and wanted > existing:
         nodes = counted(len(engine_nodes(config)), "node")
         found, allowed = f"{wanted} GPUs in {count} engines", f"at most {existing} GPUs ({nodes})"
-        yield Problem("engine.num_engines", found, allowed, "fewer engines or fewer GPUs per engine")
+        yield Problem(
+            "engines-exceed-gpus", "engine.num_engines", found, allowed, "fewer engines or fewer GPUs per engine"
+        )
 
 
 def _check_time_limit(config: Config) -> Iterator[Problem]:
@@ -135,7 +140,9 @@ def _check_time_limit(config: Config) -> Iterator[Problem]:
     limit = config.site.slurm.time_limit
     if config.site.launcher == "slurm" and needed > 60 * time_limit_minutes(limit):
         allowed = f"more than {needed / 60:,.0f}m, which a step with its checkpoint takes by the plan"
-        yield Problem("site.slurm.time_limit", limit, allowed, "ask for more time, or for more nodes")
+        yield Problem(
+            "time-limit-too-short", "site.slurm.time_limit", limit, allowed, "ask for more time, or for more nodes"
+        )
 
 
 def _taking_turns(config: Config) -> Config:
@@ -151,7 +158,9 @@ def _check_all_awake(config: Config) -> Iterator[Problem]:
     fullest = max(phase_memory(config), key=lambda item: item.gpu_gib)
     if fullest.gpu_gib > capacity_gib(config):
         remedy = "set='engine.sleep=auto', or give engines less (engine.mem_fraction_static)"
-        yield Problem("engine.sleep", f"never: {_amount(fullest)}", _limit(config), remedy)
+        yield Problem(
+            "awake-engine-exceeds-memory", "engine.sleep", f"never: {_amount(fullest)}", _limit(config), remedy
+        )
 
 
 def _check_transport(config: Config) -> Iterator[Problem]:
@@ -160,7 +169,9 @@ def _check_transport(config: Config) -> Iterator[Problem]:
     if is_sglang and uses_engines(config) and weight_transport(config) == "tensor":
         seconds = sync_seconds(config, Bandwidths().shared_storage)
         found = f"tensor: {format_seconds(seconds)} for each update, through rank 0"
-        yield Problem("engine.weight_transport", found, "sharded", "set engine.weight_transport=sharded")
+        yield Problem(
+            "slow-transport", "engine.weight_transport", found, "sharded", "set engine.weight_transport=sharded"
+        )
 
 
 def _check_proof(config: Config) -> Iterator[Problem]:
@@ -168,7 +179,8 @@ def _check_proof(config: Config) -> Iterator[Problem]:
     if uses_engines(config) and not proves_weights(config):
         found = f"{config.hardware.name}: what SGLang makes of weights after loading is not proven"
         remedy = "watch mismatch/abs_diff_mean, which would rise"
-        yield Problem("hardware.name", found, "CPUs and NVIDIA's Hopper, where it computes with what it loads", remedy)
+        allowed = "CPUs and NVIDIA's Hopper, where it computes with what it loads"
+        yield Problem("transport-unproven", "hardware.name", found, allowed, remedy)
 
 
 def _check_margin(config: Config) -> Iterator[Problem]:
@@ -178,7 +190,8 @@ def _check_margin(config: Config) -> Iterator[Problem]:
     if fullest.gpu_gib <= limit < fullest.gpu_gib + uncertain:
         terms = ", ".join(term.name for term in untracked_terms(config))
         allowed = f"{_limit(config)}; up to {uncertain:.1f} GiB more have been seen of {terms}"
-        yield Problem("trainer.max_tokens_per_gpu", _amount(fullest), allowed, "leave room; it may fit, and may not")
+        remedy = "leave room; it may fit, and may not"
+        yield Problem("memory-uncertain", "trainer.max_tokens_per_gpu", _amount(fullest), allowed, remedy)
 
 
 def _check_evaluation_share(config: Config) -> Iterator[Problem]:
@@ -195,7 +208,7 @@ def _check_evaluation_share(config: Config) -> Iterator[Problem]:
         remedy = f"evaluation.interval={evaluation_interval(step, measured, most)}, or measure on fewer prompts"
         allowed = f"at most {most:.1%} (evaluation.max_share)"
         found = f"{interval}: {share:.1%} of training's GPU-hours, {every}"
-        yield Problem("evaluation.interval", found, allowed, remedy)
+        yield Problem("evaluation-share", "evaluation.interval", found, allowed, remedy)
 
 
 def _check_node_names(config: Config) -> Iterator[Problem]:
@@ -204,7 +217,7 @@ def _check_node_names(config: Config) -> Iterator[Problem]:
     if 0 < len(names) < config.nodes:
         allowed = f"{config.nodes} for as many nodes: the others read from the shared storage"
         remedy = "name every node in the site's file, or none: each node then copies when the job starts"
-        yield Problem("site.node_names", f"{len(names)} names", allowed, remedy)
+        yield Problem("node-names-count", "site.node_names", f"{len(names)} names", allowed, remedy)
 
 
 def _host_gib(config: Config) -> float:

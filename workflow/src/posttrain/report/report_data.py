@@ -221,7 +221,9 @@ def _final_weights(receipt: Path, missing: Sequence[str]) -> str | None:
         return None
     export = read_receipt(receipt)
     if "final_weights_sha256" not in export.settings:
-        raise CheckpointError(f"{receipt}: its settings hold no final_weights_sha256; export again")
+        raise CheckpointError(
+            "receipt-without-digest", f"{receipt}: its settings hold no final_weights_sha256; export again"
+        )
     return export.settings["final_weights_sha256"]
 
 
@@ -307,7 +309,9 @@ def _check_complete(path: Path, rows: Sequence[Mapping[str, float]], num_steps: 
     steps = [int(row["step"]) for row in rows]
     if len(steps) != num_steps or steps != list(range(steps[0], steps[0] + num_steps)):
         found = f"{len(steps)} rows" + (f", steps {steps[0]} to {steps[-1]}" if steps else "")
-        raise CheckpointError(f"{path}: {found}; done.json says {num_steps} steps; restore the file or train again")
+        raise CheckpointError(
+            "metrics-incomplete", f"{path}: {found}; done.json says {num_steps} steps; restore the file or train again"
+        )
 
 
 def _belongs_to(path: Path, paths: Paths) -> bool:
@@ -351,9 +355,13 @@ def _read_json(path: Path, required: set[str]) -> dict[str, Any]:
     try:
         content = read_json(path)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error}); run the step that writes it again") from error
+        raise CheckpointError(
+            "result-unreadable", f"{path}: cannot be read ({error}); run the step that writes it again"
+        ) from error
     if missing := required - set(content):
-        raise CheckpointError(f"{path}: has no {', '.join(sorted(missing))}; run the step that writes it again")
+        raise CheckpointError(
+            "result-incomplete", f"{path}: has no {', '.join(sorted(missing))}; run the step that writes it again"
+        )
     return content
 
 
@@ -364,4 +372,6 @@ def _read_json_lines(path: Path) -> list[dict[str, Any]]:
     try:
         return [parse_json(line) for line in path.read_bytes().split(b"\n")[:-1] if line]
     except ValueError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error}); restore the file from a copy") from error
+        raise CheckpointError(
+            "metrics-invalid", f"{path}: cannot be read ({error}); restore the file from a copy"
+        ) from error

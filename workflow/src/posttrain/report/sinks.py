@@ -100,7 +100,9 @@ def read_rows(path: Path) -> list[dict[str, float]]:
     rows = [_parse(path, number, line) for number, line in enumerate(lines[:-1], start=1)]
     steps = [row["step"] for row in rows]
     if any(later <= earlier for earlier, later in pairwise(steps)):
-        raise CheckpointError(f"{path}: the steps do not rise; restore the file from a copy or start a new run")
+        raise CheckpointError(
+            "metrics-not-rising", f"{path}: the steps do not rise; restore the file from a copy or start a new run"
+        )
     return rows
 
 
@@ -115,7 +117,8 @@ def cut_off_rows(path: Path, last_step: int | None) -> list[dict[str, float]]:
     if last_step is not None and (not kept or kept[-1]["step"] != last_step):
         found = f"ends at step {kept[-1]['step']}" if kept else "holds no step before it"
         raise CheckpointError(
-            f"{path}: resuming after step {last_step}, but the file {found}; restore the file or start a new run"
+            "metrics-incomplete",
+            f"{path}: resuming after step {last_step}, but the file {found}; restore the file or start a new run",
         )
     text = "".join(json.dumps(row) + "\n" for row in kept)
     if path.exists() and path.read_text(encoding="utf-8") != text:
@@ -128,9 +131,12 @@ def _parse(path: Path, number: int, line: bytes) -> dict[str, float]:
     try:
         row = parse_json(line)
     except ValueError as error:
-        raise CheckpointError(f"{path}:{number}: not JSON ({error}); restore the file or start a new run") from error
+        raise CheckpointError(
+            "metrics-invalid", f"{path}:{number}: not JSON ({error}); restore the file or start a new run"
+        ) from error
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):
         raise CheckpointError(
-            f"{path}:{number}: a metric row has no whole number 'step'; restore the file or start a new run"
+            "metrics-invalid",
+            f"{path}:{number}: a metric row has no whole number 'step'; restore the file or start a new run",
         )
     return row

@@ -38,7 +38,13 @@ def announce_sharing(store: Path, group: str) -> None:
         number = -1
     if number not in (os.getgid(), *os.getgroups()):
         mine = ", ".join(sorted(_name(gid) for gid in {os.getgid(), *os.getgroups()}))
-        raise ConfigError([Problem("site.store_group", group, f"a group of yours: {mine}", "ask who runs the cluster")])
+        raise ConfigError(
+            [
+                Problem(
+                    "not-your-group", "site.store_group", group, f"a group of yours: {mine}", "ask who runs the cluster"
+                )
+            ]
+        )
     os.environ[STORE_VARIABLE] = os.path.abspath(store)
 
 

@@ -251,7 +251,7 @@ def read_holder(lease_folder: Path) -> Holder | None:
             raise ValueError(f"epoch {holder.epoch}")
     except (ValueError, TypeError, OverflowError) as error:
         remedy = f"delete {lease_folder} when nobody works there"
-        raise CheckpointError(f"{path}: not a lease ({error})\n  remedy: {remedy}") from error
+        raise CheckpointError("lease-invalid", f"{path}: not a lease ({error})\n  remedy: {remedy}") from error
     return holder
 
 

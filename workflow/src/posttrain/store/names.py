@@ -42,7 +42,9 @@ class RelativeName(str):
         if why := _fault(text):
             shown = ascii(text[:SHOWN_CHARACTERS]) if isinstance(text, str) else f"a {type(text).__name__}"
             source = f"{where}: " if where else ""
-            raise CheckpointError(f"{source}{shown} is not the name of a file inside its folder: {why}")
+            raise CheckpointError(
+                "name-leaves-folder", f"{source}{shown} is not the name of a file inside its folder: {why}"
+            )
         return super().__new__(cls, text)
 
     def below(self, folder: Path) -> Path:
@@ -64,7 +66,9 @@ def refuse_link(folder: Path) -> None:
         CheckpointError: Naming it.
     """
     if folder.is_symlink():
-        raise CheckpointError(f"{folder}: a link; what belongs there would be written or deleted behind it: remove it")
+        raise CheckpointError(
+            "link-in-the-way", f"{folder}: a link; what belongs there would be written or deleted behind it: remove it"
+        )
 
 
 def check_digest(text: object, num_digits: int) -> None:
@@ -74,7 +78,9 @@ def check_digest(text: object, num_digits: int) -> None:
         CheckpointError: When it is not of that many hexadecimal digits.
     """
     if not (isinstance(text, str) and re.fullmatch(rf"([0-9a-f]{{{num_digits}}})?", text)):
-        raise CheckpointError(f"{ascii(text)[:SHOWN_CHARACTERS]} is not a digest of {num_digits} hexadecimal digits")
+        raise CheckpointError(
+            "digest-invalid", f"{ascii(text)[:SHOWN_CHARACTERS]} is not a digest of {num_digits} hexadecimal digits"
+        )
 
 
 def _fault(text: object) -> str:

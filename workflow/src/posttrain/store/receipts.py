@@ -182,15 +182,21 @@ def read_receipt(path: Path) -> Receipt:
         receipt = Receipt(str(row["step"]), files, dict(row["inputs"]), dict(row["settings"]))
         version, digest = row["format_version"], str(row["digest"])
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: no such receipt; the step before has not finished") from error
+        raise CheckpointError(
+            "receipt-missing", f"{path}: no such receipt; the step before has not finished"
+        ) from error
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: not a receipt ({error}); delete it and run again") from error
+        raise CheckpointError("receipt-invalid", f"{path}: not a receipt ({error}); delete it and run again") from error
     if receipt.step not in FORMAT_VERSIONS:
-        raise CheckpointError(f"{path}: of a step {receipt.step!r}, which does not exist; delete it and run again")
+        raise CheckpointError(
+            "receipt-of-unknown-step",
+            f"{path}: of a step {receipt.step!r}, which does not exist; delete it and run again",
+        )
     if version != FORMAT_VERSIONS[receipt.step] or digest != receipt.digest:
         raise CheckpointError(
+            "receipt-changed",
             f"{path}: written by another version or changed by hand (format {version!r}, digest {digest[:12]!r}, "
-            f"computed {receipt.digest[:12]!r}); delete it and run again"
+            f"computed {receipt.digest[:12]!r}); delete it and run again",
         )
     return receipt
 
@@ -207,7 +213,7 @@ def read_records(path: Path) -> tuple[FileRecord, ...]:
             raise ValueError("no list of files")
         return tuple(FileRecord(**row) for row in rows)
     except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error})") from error
+        raise CheckpointError("record-unreadable", f"{path}: cannot be read ({error})") from error
 
 
 def record_file(folder: Path, name: str, sha256: str = "") -> FileRecord:
@@ -275,4 +281,4 @@ def refuse_files(folder: Path, receipt_path: Path, found: Sequence[str]) -> None
     # Parts verify their files by hash and remake only damaged ones.
     parts = part_receipt_of(folder, "*")
     remedy = f"rm {receipt_path}{f' {parts}' if parts.parent.exists() else ''} and run again"
-    raise CheckpointError(f"{folder} is not what its receipt says:\n  {listed}\n  remedy: {remedy}")
+    raise CheckpointError("receipt-mismatch", f"{folder} is not what its receipt says:\n  {listed}\n  remedy: {remedy}")

@@ -108,5 +108,7 @@ def _read(path: Path) -> Reference:
         reference.is_live(0.0)
     except (ValueError, TypeError) as error:
         remedy = "delete it when its run is gone; start its run again when it is not"
-        raise CheckpointError(f"{path}: does not say what a run needs ({error})\n  remedy: {remedy}") from error
+        raise CheckpointError(
+            "reference-invalid", f"{path}: does not say what a run needs ({error})\n  remedy: {remedy}"
+        ) from error
     return reference

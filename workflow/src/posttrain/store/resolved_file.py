@@ -42,7 +42,9 @@ def read_resolved(path: Path) -> Resolved:
         config = build(schema.Config, leaves_of(values["config"]))
         return Resolved(**values | {"config": config})
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: not what a command has resolved ({error}); give the command again") from error
+        raise CheckpointError(
+            "resolved-config-invalid", f"{path}: not what a command has resolved ({error}); give the command again"
+        ) from error
 
 
 def _name_of(content: bytes) -> str:

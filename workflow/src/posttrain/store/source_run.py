@@ -31,7 +31,13 @@ def with_pinned_source(resolved: Resolved) -> Resolved:
         return resolved
     receipt = receipt_of(Paths(resolved).source_export)
     if source.run == resolved.run:
-        raise ConfigError([Problem(KEY, source.run, "another run than this one", "give this one a name with run=")])
+        raise ConfigError(
+            [
+                Problem(
+                    "source-is-itself", KEY, source.run, "another run than this one", "give this one a name with run="
+                )
+            ]
+        )
     if not receipt.exists():
         if source.revision:
             return resolved
@@ -39,7 +45,9 @@ def with_pinned_source(resolved: Resolved) -> Resolved:
     digest = read_receipt(receipt).digest
     if source.revision not in ("", digest):
         remedy = "leave it out to take the export that is there, or restore the other one"
-        raise ConfigError([Problem(REVISION, source.revision, f"{digest}, which {receipt} has", remedy)])
+        raise ConfigError(
+            [Problem("export-changed", REVISION, source.revision, f"{digest}, which {receipt} has", remedy)]
+        )
     model = dataclasses.replace(resolved.config.model, source=dataclasses.replace(source, revision=digest))
     config = dataclasses.replace(resolved.config, model=model)
     is_named = resolved.run != run_name(resolved.config, resolved.fork)
@@ -53,4 +61,4 @@ def _no_export(resolved: Resolved) -> Problem:
     name = resolved.config.model.source.run
     remedy = did_you_mean(name, found) or f"train and export it first: snakemake finalize_export_hf --config run={name}"
     allowed = ", ".join(found) or f"a run in {export.parents[1]} whose model is exported; there is none"
-    return Problem(KEY, name, allowed, remedy)
+    return Problem("no-such-run", KEY, name, allowed, remedy)

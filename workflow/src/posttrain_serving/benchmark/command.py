@@ -73,12 +73,16 @@ def main(
 def _refuse_nonsense(url: str, chat: bool, dataset: Path | None, smallest: int) -> None:
     problems = []
     if not url.startswith(("http://", "https://")):
-        problems.append(Problem("URL", repr(url), "http://HOST:PORT, without /v1", "say where the endpoint is"))
+        problems.append(
+            Problem("not-an-address", "URL", repr(url), "http://HOST:PORT, without /v1", "say where the endpoint is")
+        )
     if smallest < 1:
-        problems.append(Problem("a length or a count", str(smallest), "1 or more", "ask for more"))
+        problems.append(Problem("not-a-count", "a length or a count", str(smallest), "1 or more", "ask for more"))
     if chat and dataset is None:
         allowed = "a file of prompts: a conversation is text, and random tokens are none"
-        problems.append(Problem("--dataset", "not given, with --chat", allowed, "name one, or leave out --chat"))
+        problems.append(
+            Problem("not-set", "--dataset", "not given, with --chat", allowed, "name one, or leave out --chat")
+        )
     raise_if_any(problems)
 
 
@@ -89,15 +93,23 @@ async def _find_problems(endpoint: Endpoint, length: int) -> list[Problem]:
             models = await served_models(session, endpoint)
     except EngineError as error:
         allowed = "the address of a server that speaks OpenAI's interface, without /v1"
-        return [Problem("URL", str(error), allowed, "start it, or give its own address")]
+        return [Problem("server-unusable", "URL", str(error), allowed, "start it, or give its own address")]
     if endpoint.model not in models:
         shown = [name[:MAX_NAME_CHARACTERS] for name in list(models)[:MAX_NAMES]]
         known = ", ".join([*shown, *["..."] * (len(models) > MAX_NAMES)]) or "none"
-        return [Problem("--model", endpoint.model, f"a model of {endpoint.url}: {known}", "name one of these")]
+        return [
+            Problem(
+                "unknown-name", "--model", endpoint.model, f"a model of {endpoint.url}: {known}", "name one of these"
+            )
+        ]
     room = models[endpoint.model]
     if room is not None and length > room:
         allowed = f"at most {room:,}, what {endpoint.model} has room for there"
-        return [Problem("--input-tokens + --output-tokens", f"{length:,}", allowed, "ask for fewer tokens")]
+        return [
+            Problem(
+                "exceeds-positions", "--input-tokens + --output-tokens", f"{length:,}", allowed, "ask for fewer tokens"
+            )
+        ]
     return []
 
 
@@ -108,7 +120,7 @@ def _served(checkpoint: str, model: str) -> Path | None:
     found = find_checkpoint(checkpoint, "", [CONFIG_DIR], Path("results"))
     if not found.is_folder or found.missing:
         remedy = found.missing or "name the folder that is served"
-        raise ConfigError([Problem("--checkpoint", checkpoint, "an export that is here", remedy)])
+        raise ConfigError([Problem("no-such-checkpoint", "--checkpoint", checkpoint, "an export that is here", remedy)])
     return Path(found.place)
 
 
@@ -116,5 +128,7 @@ def _prompts(endpoint: Endpoint, dataset: Path | None, input_tokens: int, vocabu
     if dataset is None:
         return random_prompts(input_tokens, vocabulary, seed)
     if not dataset.is_file():
-        raise ConfigError([Problem("--dataset", str(dataset), "a file of prompts", "name one that is there")])
+        raise ConfigError(
+            [Problem("no-such-file", "--dataset", str(dataset), "a file of prompts", "name one that is there")]
+        )
     return given_prompts(read_prompts(dataset, endpoint.api), seed)

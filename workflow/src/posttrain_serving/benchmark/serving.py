@@ -260,7 +260,17 @@ def _allow_files(concurrency: int) -> None:
     wanted = concurrency + SPARE_FILES
     if hard not in (-1, resource.RLIM_INFINITY) and hard < wanted:
         allowed = f"at most {hard - SPARE_FILES}: a process may open {hard} files here"
-        raise ConfigError([Problem("concurrency", str(concurrency), allowed, "raise `ulimit -Hn`, or leave it out")])
+        raise ConfigError(
+            [
+                Problem(
+                    "too-few-open-files",
+                    "concurrency",
+                    str(concurrency),
+                    allowed,
+                    "raise `ulimit -Hn`, or leave it out",
+                )
+            ]
+        )
     if soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 

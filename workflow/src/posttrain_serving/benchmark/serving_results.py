@@ -157,9 +157,17 @@ def read_table(path: Path) -> Table:
         ]
         missing = [key for key in COLUMNS if not rows or any(not row.get(key, 0) > 0 for row in rows)]
     except (OSError, ValueError, IndexError, TypeError, AttributeError) as error:
-        raise ConfigError([Problem("beside", f"{path}: {error}", allowed, "name another file")]) from None
+        raise ConfigError(
+            [Problem("table-unreadable", "beside", f"{path}: {error}", allowed, "name another file")]
+        ) from None
     if missing:
-        raise ConfigError([Problem("beside", f"{path} without {', '.join(missing)}", allowed, "name another file")])
+        raise ConfigError(
+            [
+                Problem(
+                    "table-unreadable", "beside", f"{path} without {', '.join(missing)}", allowed, "name another file"
+                )
+            ]
+        )
     return Table(one_line(name), [{**row, "concurrency": int(row["concurrency"])} for row in rows])
 
 

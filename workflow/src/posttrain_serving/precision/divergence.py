@@ -159,10 +159,12 @@ class CheckpointLogprobs:
 
     def _tensor(self, name: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
         if name not in self._weights.names:
-            raise CheckpointError(f"{self._weights.reader.folder}: {name} is missing")
+            raise CheckpointError("no-such-tensor", f"{self._weights.reader.folder}: {name} is missing")
         found = self._weights.shape(name)
         if shape is not None and found != shape:
-            raise CheckpointError(f"{self._weights.reader.folder}: {name} has shape {found}, the model's is {shape}")
+            raise CheckpointError(
+                "tensor-shape", f"{self._weights.reader.folder}: {name} has shape {found}, the model's is {shape}"
+            )
         return self._weights.tensor(name).float().to(self._device)
 
 

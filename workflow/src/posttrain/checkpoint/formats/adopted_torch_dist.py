@@ -37,16 +37,25 @@ def check_adoptable(folder: Path, arch: Architecture) -> list[str]:
     """
     if not folder.is_dir():
         remedy = "check the path and that it is mounted here; an iter_ folder is given itself, not its parent"
-        raise ConfigError([Problem("download.torch_dist_folder", str(folder), "a torch_dist checkpoint", remedy)])
+        raise ConfigError(
+            [
+                Problem(
+                    "no-such-checkpoint", "download.torch_dist_folder", str(folder), "a torch_dist checkpoint", remedy
+                )
+            ]
+        )
     reader = TorchDistReader(folder)
     reader.check_files()
     needed = [name for name in FORMAT_FILES if name != COMMON_NAME or not reader.holds_common_state]
     if lacking := [name for name in needed if not (folder / name).is_file()]:
-        raise CheckpointError(f"{folder}: {', '.join(lacking)} missing; not a torch_dist checkpoint of Megatron")
+        raise CheckpointError(
+            "files-missing", f"{folder}: {', '.join(lacking)} missing; not a torch_dist checkpoint of Megatron"
+        )
     if wrong := _differences(reader, arch):
         raise CheckpointError(
+            "tensors-differ-from-model",
             f"{folder}: not a checkpoint of this model ({len(wrong)} tensors differ):\n  "
-            + "\n  ".join(wrong[:MAX_NAMED_TENSORS])
+            + "\n  ".join(wrong[:MAX_NAMED_TENSORS]),
         )
     return sorted(path.name for path in folder.iterdir() if path.name in FORMAT_FILES or path.suffix == ".distcp")
 

@@ -48,24 +48,29 @@ def check_meaning(config: Mapping[str, Any], written: Mapping[str, Any], arch: A
     for key in _NESTED:
         if config.get(key) is not None:
             value = one_line(repr(config[key]))
-            yield Problem(f"config.json: {key}", value, "none", "give the configuration of the language model alone")
+            remedy = "give the configuration of the language model alone"
+            yield Problem("nested-config", f"config.json: {key}", value, "none", remedy)
             return
     parts = [key for key in config if key in _parts_of(_config_class(arch))]
     for key in parts:
         allowed = "no key of this name: it would take the place of a part of transformers' class"
-        yield Problem(f"config.json: {key}", one_line(repr(config[key])), allowed, "remove the key")
+        yield Problem(
+            "key-shadows-transformers", f"config.json: {key}", one_line(repr(config[key])), allowed, "remove the key"
+        )
     try:
         found = _values({key: value for key, value in config.items() if key not in parts}, arch)
     # The file is not ours, so report any exception of the library as a problem of the file.
     except Exception as error:
         value = one_line(f"{type(error).__name__}: {error}")
-        yield Problem("config.json", value, "what transformers can read", "correct it, or fetch the file again")
+        remedy = "correct it, or fetch the file again"
+        yield Problem("config-unreadable", "config.json", value, "what transformers can read", remedy)
         return
     expected = _values(written, arch)
     for key in sorted(found.keys() | expected.keys()):
         if found.get(key) != expected.get(key):
             said = f"{found.get(key)!r} to transformers" + ("" if key in config else ", being left out")
-            yield Problem(f"config.json: {key}", one_line(said), f"{expected.get(key)!r} (model.architecture)", _REMEDY)
+            allowed = f"{expected.get(key)!r} (model.architecture)"
+            yield Problem("transformers-reads-otherwise", f"config.json: {key}", one_line(said), allowed, _REMEDY)
 
 
 _REMEDY = "this variant is not supported: correct the file, or give the checkpoint that model.architecture describes"

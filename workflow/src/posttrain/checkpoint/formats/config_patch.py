@@ -95,7 +95,9 @@ def read_patch(folder: Path) -> dict[str, list[Change]]:
     try:
         return {name: [Change(**row) for row in rows] for name, rows in read_object(folder / PATCH_FILE).items()}
     except TypeError as error:
-        raise CheckpointError(f"{folder / PATCH_FILE}: not a record of changes ({error})") from error
+        raise CheckpointError(
+            "patch-unreadable", f"{folder / PATCH_FILE}: not a record of changes ({error})"
+        ) from error
 
 
 def undo_patch(folder: Path) -> None:
@@ -107,7 +109,7 @@ def undo_patch(folder: Path) -> None:
     patch = read_patch(folder)
     whole = {name: changes for name, changes in patch.items() if changes[0].op in WHOLE_FILES}
     if lost := [name for name, changes in whole.items() if changes[0].old is not None]:
-        raise CheckpointError(f"{folder}: {', '.join(lost)} replaced the origin's; take them from there")
+        raise CheckpointError("origin-lost", f"{folder}: {', '.join(lost)} replaced the origin's; take them from there")
     for name, changes in patch.items():
         if name in whole:
             (folder / name).unlink(missing_ok=True)
@@ -125,16 +127,23 @@ def _apply(content: dict[str, Any], change: Change, file: str) -> dict[str, Any]
             return content
         if key in content and change.new not in content:
             return {change.new if name == key else name: value for name, value in content.items()}
-        raise CheckpointError(f"{file}: expected one of the keys {key!r} and {change.new!r}, found {sorted(content)}")
+        raise CheckpointError(
+            "patch-does-not-apply",
+            f"{file}: expected one of the keys {key!r} and {change.new!r}, found {sorted(content)}",
+        )
     if change.op in ("remove", "add"):
         present, absent = (change.old, False) if change.op == "remove" else (change.new, True)
         if key in content and content[key] != present:
-            raise CheckpointError(f"{file}: {key} is {content[key]!r}, expected {present!r} or none")
+            raise CheckpointError(
+                "patch-does-not-apply", f"{file}: {key} is {content[key]!r}, expected {present!r} or none"
+            )
         rest = {name: value for name, value in content.items() if name != key}
         return {**rest, key: present} if absent else rest
     assert change.op == "replace", f"unknown change {change}"
     if content.get(key) not in (change.old, change.new):
-        raise CheckpointError(f"{file}: {key} is {content.get(key)!r}, neither {change.old!r} nor {change.new!r}")
+        raise CheckpointError(
+            "patch-does-not-apply", f"{file}: {key} is {content.get(key)!r}, neither {change.old!r} nor {change.new!r}"
+        )
     return {**content, key: change.new}
 
 

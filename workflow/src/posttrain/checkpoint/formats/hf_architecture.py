@@ -33,7 +33,7 @@ def architecture_of(content: Mapping[str, Any], where: str) -> Architecture:
     if model_type not in FAMILIES:
         remedy = "give a checkpoint of one of these families"
         found = one_line(repr(model_type))
-        raise ConfigError([Problem(f"{where}: model_type", found, ", ".join(FAMILIES), remedy)])
+        raise ConfigError([Problem("unknown-model-type", f"{where}: model_type", found, ", ".join(FAMILIES), remedy)])
     family = FAMILIES[str(model_type)]
     known = {*family.needs, *family.may}
     values: dict[str, Any] = {"model_type": str(model_type)}
@@ -48,7 +48,11 @@ def architecture_of(content: Mapping[str, Any], where: str) -> Architecture:
             values[name] = value
         elif value is not None or is_needed:
             shown = "(missing)" if value is None else one_line(repr(value))
-            problems.append(Problem(f"{where}: {name}", shown, "a number", "give the file that the model came with"))
+            problems.append(
+                Problem(
+                    "dimension-missing", f"{where}: {name}", shown, "a number", "give the file that the model came with"
+                )
+            )
     raise_if_any(problems)
     arch = Architecture(**values, **_rope(content))
     raise_if_any(list(check_architecture(arch)))
@@ -72,7 +76,13 @@ def precision_of(content: Mapping[str, Any], where: str) -> str:
         return "nvfp4"
     found = one_line(f"quant_method {method!r}, {algorithm or declared.get('format')!r}")
     allowed = "none, fp8, float-quantized of compressed-tensors, NVFP4 of Model Optimizer"
-    problem = Problem(f"{where}: quantization_config", found, allowed, "give a checkpoint in one of these formats")
+    problem = Problem(
+        "unknown-quantization",
+        f"{where}: quantization_config",
+        found,
+        allowed,
+        "give a checkpoint in one of these formats",
+    )
     raise ConfigError([problem])
 
 

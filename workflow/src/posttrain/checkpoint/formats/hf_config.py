@@ -78,7 +78,9 @@ def _check_kind(config: Mapping[str, Any], architecture: Architecture) -> Iterat
     if is_alias and (model_type == ALIAS_TYPE or classes == [ALIAS_CLASS]):
         value = f"{model_type!r} with architectures {classes!r}"
         remedy = f"it is patched already: give the original (a folder with {PATCH_FILE} keeps the way back)"
-        yield Problem(f"{CONFIG}: model_type", value, f"{architecture.model_type!r}, unpatched", remedy)
+        yield Problem(
+            "already-patched", f"{CONFIG}: model_type", value, f"{architecture.model_type!r}, unpatched", remedy
+        )
     else:
         yield from _compare("model_type", model_type, architecture.model_type)
         yield from _compare("architectures", classes, [family_of(architecture).hub_class])
@@ -87,14 +89,14 @@ def _check_kind(config: Mapping[str, Any], architecture: Architecture) -> Iterat
 def _check_precision(config: Mapping[str, Any]) -> Iterator[Problem]:
     dtype = config.get("dtype", config.get("torch_dtype"))
     if dtype != "bfloat16":
-        yield Problem(f"{CONFIG}: dtype", repr(dtype), "'bfloat16'", "give the BF16 checkpoint")
+        yield Problem("dtype-not-bf16", f"{CONFIG}: dtype", repr(dtype), "'bfloat16'", "give the BF16 checkpoint")
     if quantization := config.get("quantization_config"):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         remedy = (
             "it is quantised already: give the BF16 checkpoint, or make it (`snakemake finalize_bf16`, "
             "docs/checkpoints.md) and name its folder with model.source.kind=folder and model.source.folder"
         )
-        yield Problem(f"{CONFIG}: quantization_config", f"quant_method {method!r}", "none", remedy)
+        yield Problem("already-quantized", f"{CONFIG}: quantization_config", f"quant_method {method!r}", "none", remedy)
 
 
 def lost_mtp_layers(
@@ -123,24 +125,25 @@ def _check_dimensions(
 def _check_harmless(config: Mapping[str, Any], architecture: Architecture) -> Iterator[Problem]:
     """Reject values that make transformers allocate without bound, run remote code, or fail in training."""
     if len(config) > _MOST_KEYS:
-        yield Problem(
-            CONFIG, f"{len(config):,} keys", f"at most {_MOST_KEYS:,}", "give the file that the model came with"
-        )
+        remedy = "give the file that the model came with"
+        yield Problem("config-too-large", CONFIG, f"{len(config):,} keys", f"at most {_MOST_KEYS:,}", remedy)
     labels = config.get("num_labels")
     if labels is not None and not (isinstance(labels, int) and labels <= _MOST_LABELS):
         remedy = "remove the key: a language model has no labels"
-        yield Problem(f"{CONFIG}: num_labels", repr(labels), f"a number up to {_MOST_LABELS:,}, or none", remedy)
+        allowed = f"a number up to {_MOST_LABELS:,}, or none"
+        yield Problem("too-many-labels", f"{CONFIG}: num_labels", repr(labels), allowed, remedy)
     for key, value in config.items():
         if key.endswith(_IMPLEMENTATION) and not (value is None or re.fullmatch(r"\w+", str(value))):
             allowed = "a word such as sdpa; a repository's name has its code downloaded and run"
-            yield Problem(f"{CONFIG}: {key}", one_line(repr(value)), allowed, "remove the key")
+            yield Problem("key-runs-code", f"{CONFIG}: {key}", one_line(repr(value)), allowed, "remove the key")
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         ids = config.get(key)
         wrong = [id for id in (ids if isinstance(ids, list) else [ids]) if id is not None]
         wrong = [id for id in wrong if not (isinstance(id, int) and id < architecture.vocab_size)]
         if wrong:
             allowed = f"token ids below {architecture.vocab_size} (vocab_size)"
-            yield Problem(f"{CONFIG}: {key}", one_line(repr(ids)), allowed, "give the file that the model came with")
+            remedy = "give the file that the model came with"
+            yield Problem("token-id-outside-vocabulary", f"{CONFIG}: {key}", one_line(repr(ids)), allowed, remedy)
 
 
 def _check_rope(config: Mapping[str, Any], architecture: Architecture) -> Iterator[Problem]:
@@ -151,7 +154,7 @@ def _check_rope(config: Mapping[str, Any], architecture: Architecture) -> Iterat
     expected_kind = "yarn" if architecture.rope_scaling.factor > 1 else "default"
     if kind != expected_kind:
         remedy = "correct model.architecture.rope_scaling in the model's file; no scaling but YaRN is supported"
-        yield Problem(f"{CONFIG}: rope_type", repr(kind), repr(expected_kind), remedy)
+        yield Problem("rope-type-differs", f"{CONFIG}: rope_type", repr(kind), repr(expected_kind), remedy)
     elif kind == "yarn":
         yield from _check_yarn(parameters, architecture.rope_scaling)
     bases = [base for base in (parameters.get("rope_theta"), config.get("rope_theta")) if base is not None]
@@ -171,7 +174,9 @@ def _check_yarn(parameters: Mapping[str, Any], scaling: RopeScaling) -> Iterator
     for name, allowed in (("attention_factor", None), ("truncate", True)):
         if parameters.get(name, allowed) != allowed:
             value = repr(parameters[name])
-            yield Problem(f"{CONFIG}: rope_scaling.{name}", value, repr(allowed), "this variant is not supported")
+            yield Problem(
+                "rope-variant", f"{CONFIG}: rope_scaling.{name}", value, repr(allowed), "this variant is not supported"
+            )
 
 
 def _check_fixed(config: Mapping[str, Any], architecture: Architecture) -> Iterator[Problem]:
@@ -180,7 +185,9 @@ def _check_fixed(config: Mapping[str, Any], architecture: Architecture) -> Itera
         found = config.get(key, expected)
         # A missing value has the family's default; null disables a value that is on by default.
         if found != expected and (found is not None or expected is True):
-            yield Problem(f"{CONFIG}: {key}", repr(found), repr(expected), "this variant is not supported")
+            yield Problem(
+                "model-variant", f"{CONFIG}: {key}", repr(found), repr(expected), "this variant is not supported"
+            )
 
 
 def _check_indexers(config: Mapping[str, Any], architecture: Architecture) -> Iterator[Problem]:
@@ -192,7 +199,9 @@ def _check_indexers(config: Mapping[str, Any], architecture: Architecture) -> It
     for key, allowed in (("indexer_types", [types]), ("index_topk_pattern", [letters, types])):
         if (found := config.get(key)) is not None and found not in allowed:
             remedy = "correct index_topk_freq and index_skip_topk_offset of model.architecture in the model's file"
-            yield Problem(f"{CONFIG}: {key}", repr(found), f"{allowed[0]!r} (model.architecture)", remedy)
+            yield Problem(
+                "indexers-differ", f"{CONFIG}: {key}", repr(found), f"{allowed[0]!r} (model.architecture)", remedy
+            )
     if all(config.get(key) is None for key in ("indexer_types", "index_topk_pattern")) or "index_topk_freq" in config:
         yield from _compare("index_topk_freq", config.get("index_topk_freq") or 1, architecture.index_topk_freq)
         if architecture.index_topk_freq > 1:
@@ -271,11 +280,11 @@ def _check_tensors(architecture: Architecture, tensors: Mapping[str, TensorSpec 
     more = f"\n        and {len(lines) - MAX_TENSOR_LINES} more" if len(lines) > MAX_TENSOR_LINES else ""
     value = f"{len(lines)} are not as model.architecture says:\n        {shown}{more}"
     allowed = "every tensor of the architecture, in its shape and dtype"
-    yield Problem("tensors", value, allowed, remedy)
+    yield Problem("tensors-differ", "tensors", value, allowed, remedy)
 
 
 def _compare(key: str, found: Any, expected: Any) -> Iterator[Problem]:
     if found != expected or isinstance(found, bool) != isinstance(expected, bool):
         value = "(missing)" if found is None else repr(found)
         remedy = "correct model.architecture in the model's file, or give the checkpoint it describes"
-        yield Problem(f"{CONFIG}: {key}", value, f"{expected!r} (model.architecture)", remedy)
+        yield Problem("architecture-differs", f"{CONFIG}: {key}", value, f"{expected!r} (model.architecture)", remedy)

@@ -47,7 +47,7 @@ def check_source(folder: Path) -> None:
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         wrong.append(f"{folder}: no tokenizer ({', '.join(TOKENIZER_FILES)}); put one of them there")
     if wrong:
-        raise CheckpointError(f"{folder}: not a whole checkpoint:\n  " + "\n  ".join(wrong))
+        raise CheckpointError("files-missing", f"{folder}: not a whole checkpoint:\n  " + "\n  ".join(wrong))
     check_layout(folder)
 
 
@@ -61,10 +61,14 @@ def read_object(path: Path) -> dict[str, Any]:
     try:
         content = read_json(path, is_strict=True)
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: missing; is {path.parent} a checkpoint in Hub layout?") from error
+        raise CheckpointError(
+            "file-missing", f"{path}: missing; is {path.parent} a checkpoint in Hub layout?"
+        ) from error
     except ValueError as error:
         remedy = "remedy: correct it, or fetch the file again"
-        raise CheckpointError(f"{path}: not JSON ({error}), {path.stat().st_size} bytes\n  {remedy}") from error
+        raise CheckpointError(
+            "json-invalid", f"{path}: not JSON ({error}), {path.stat().st_size} bytes\n  {remedy}"
+        ) from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: holds a {type(content).__name__}, expected an object")
+        raise CheckpointError("json-invalid", f"{path}: holds a {type(content).__name__}, expected an object")
     return content

@@ -60,7 +60,10 @@ class LibraryFormat:
         """
         rows, columns = spec.shape
         if columns % self.group:
-            raise CheckpointError(f"{hf_name}: rows of {columns} weights, {self.name} needs a multiple of {self.group}")
+            raise CheckpointError(
+                "rows-not-in-groups",
+                f"{hf_name}: rows of {columns} weights, {self.name} needs a multiple of {self.group}",
+            )
         scale = TensorSpec((rows, columns // self.group), "U8" if self.name == "mxfp8" else "BF16")
         if self.name == "mxfp8":
             made = {"weight": TensorSpec(spec.shape, "F8_E4M3"), SCALE: scale}
@@ -94,9 +97,13 @@ class LibraryFormat:
         groups = weight.float().unflatten(1, (-1, self.group))
         low, high = groups.amin(dim=2), groups.amax(dim=2)
         if not (torch.isfinite(low) & torch.isfinite(high)).all():
-            raise CheckpointError(f"{hf_name}: holds NaN or infinity; weights must be finite to be quantised")
+            raise CheckpointError(
+                "values-not-finite", f"{hf_name}: holds NaN or infinity; weights must be finite to be quantised"
+            )
         if self.name == "mxfp8" and (largest := max(-low.amin().item(), high.amax().item())) >= MXFP8_LIMIT:
-            raise CheckpointError(f"{hf_name}: holds {largest:g}; MXFP8 has no scale from {MXFP8_LIMIT:g} on")
+            raise CheckpointError(
+                "value-too-large", f"{hf_name}: holds {largest:g}; MXFP8 has no scale from {MXFP8_LIMIT:g} on"
+            )
         arguments = _scheme(self.name).weights
         # Scales are rounded to the stored precision before codes are computed with them.
         scale, zero_point = calculate_qparams(low, high, arguments)
@@ -155,4 +162,6 @@ def _require_library() -> None:
     try:
         import compressed_tensors  # noqa: F401
     except ImportError as error:
-        raise CheckpointError("this format needs compressed-tensors: pip install posttrain[formats]") from error
+        raise CheckpointError(
+            "library-missing", "this format needs compressed-tensors: pip install posttrain[formats]"
+        ) from error

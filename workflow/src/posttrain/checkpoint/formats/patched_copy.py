@@ -112,8 +112,9 @@ def _alias_tokenizer(tokenizer: Mapping[str, Any], source: Path) -> list[Change]
         old, new = "extra_special_tokens", "additional_special_tokens"
         if not isinstance(tokenizer[old], list) or new in tokenizer:
             raise CheckpointError(
+                "tokenizer-keys",
                 f"{source / TOKENIZER_CONFIG}: {old} must be a list, and {new} absent, to be renamed; found "
-                f"{type(tokenizer[old]).__name__}{' and both keys' if new in tokenizer else ''}"
+                f"{type(tokenizer[old]).__name__}{' and both keys' if new in tokenizer else ''}",
             )
         changes.append(Change("rename", f"/{old}", old, new))
     return changes
@@ -212,7 +213,7 @@ def _write_shards(
     held = {stored: forms_of(stored, info.spec) for stored, info in reader.infos.items()}
     weight_map = {name: reader.file_of(stored) for stored, forms in held.items() for name in forms}
     if not weight_map:
-        raise CheckpointError(f"{source}: nothing but copies in it")
+        raise CheckpointError("only-copies", f"{source}: nothing but copies in it")
     # A shard without remaining tensors is not written.
     names = [name for name in shards if name in weight_map.values()]
     records = [write_shard_again(source / name, destination / name, forms_of) for name in names]

@@ -129,12 +129,15 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     for info in infos:
         if info.start != end:
             relation = "overlaps the tensor before it" if info.start < end else "leaves a gap before it"
-            raise CheckpointError(f"{path}: tensor {info.name} at byte {info.start} {relation}, which ends at {end}")
+            raise CheckpointError(
+                "shard-offsets", f"{path}: tensor {info.name} at byte {info.start} {relation}, which ends at {end}"
+            )
         end = info.end
-    if end != size:
-        found = "truncated" if size < end else "has bytes that no tensor owns"
-        remedy = "; download or copy it again" if size < end else ""
-        raise CheckpointError(f"{path}: {found}: {size} bytes on disk, {end} according to its header{remedy}")
+    sizes = f"{size} bytes on disk, {end} according to its header"
+    if size < end:
+        raise CheckpointError("shard-truncated", f"{path}: truncated: {sizes}; download or copy it again")
+    if size > end:
+        raise CheckpointError("shard-too-long", f"{path}: has bytes that no tensor owns: {sizes}")
     return {info.name: info for info in infos}
 
 
@@ -148,25 +151,30 @@ def _read_raw_header(path: Path) -> tuple[int, int, dict[str, Any]]:
     """Return the file's size, the header's length and the header; reads only the bytes before the data."""
     size = _size_of(path)
     if instead := placeholder(path):
-        raise CheckpointError(f"{path}: {instead}")
+        raise CheckpointError("placeholder", f"{path}: {instead}")
     if not size:
-        raise CheckpointError(f"{path}: empty; download or copy it again")
+        raise CheckpointError("shard-empty", f"{path}: empty; download or copy it again")
     with open(path, "rb") as file:
         header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         if size >= _LENGTH_BYTES and header_bytes > _MAX_HEADER_BYTES:
-            raise CheckpointError(f"{path}: not safetensors: its first 8 bytes are no header's length")
+            raise CheckpointError(
+                "not-safetensors", f"{path}: not safetensors: its first 8 bytes are no header's length"
+            )
         if size < _LENGTH_BYTES or header_bytes > size - _LENGTH_BYTES:
             needed = _LENGTH_BYTES + (header_bytes if size >= _LENGTH_BYTES else 0)
             raise CheckpointError(
-                f"{path}: truncated: {size} bytes on disk, the header alone needs {needed}; download or copy it again"
+                "shard-truncated",
+                f"{path}: truncated: {size} bytes on disk, the header alone needs {needed}; download or copy it again",
             )
         text = file.read(header_bytes)
     try:
         header = parse_json(text)
     except ValueError as error:
-        raise CheckpointError(f"{path}: corrupt: its header is not JSON ({error})") from error
+        raise CheckpointError("shard-header", f"{path}: corrupt: its header is not JSON ({error})") from error
     if not isinstance(header, dict):
-        raise CheckpointError(f"{path}: corrupt: its header is a {type(header).__name__}, not an object")
+        raise CheckpointError(
+            "shard-header", f"{path}: corrupt: its header is a {type(header).__name__}, not an object"
+        )
     return size, header_bytes, header
 
 
@@ -174,21 +182,26 @@ def _size_of(path: Path) -> int:
     try:
         return path.stat().st_size
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: no such file") from error
+        raise CheckpointError("file-missing", f"{path}: no such file") from error
 
 
 def _parse_row(path: Path, name: str, row: Any, data_start: int) -> TensorInfo:
     if not name.isprintable():
-        raise CheckpointError(f"{path}: corrupt: a tensor's name has unprintable characters: {name!r:.200}")
+        raise CheckpointError(
+            "tensor-name", f"{path}: corrupt: a tensor's name has unprintable characters: {name!r:.200}"
+        )
     try:
         dtype, shape, (start, end) = str(row["dtype"]), tuple(row["shape"]), row["data_offsets"]
         expected = math.prod(_counts(shape)) * DTYPE_BYTES[dtype]
         _counts((start, end))
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: corrupt: tensor {name} described as {row!r:.200} ({error!r})") from error
+        raise CheckpointError(
+            "shard-header", f"{path}: corrupt: tensor {name} described as {row!r:.200} ({error!r})"
+        ) from error
     if end - start != expected:
         raise CheckpointError(
-            f"{path}: corrupt: tensor {name} has {end - start} bytes, {dtype} {list(shape)} needs {expected}"
+            "shard-header",
+            f"{path}: corrupt: tensor {name} has {end - start} bytes, {dtype} {list(shape)} needs {expected}",
         )
     return TensorInfo(name, dtype, shape, data_start + start, data_start + end)
 
@@ -233,9 +246,9 @@ def read_index(folder: Path) -> Index:
         content = read_json(path)
         weight_map, metadata = content["weight_map"], content.get("metadata") or {}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: not an index of safetensors shards ({error!r})") from error
+        raise CheckpointError("index-invalid", f"{path}: not an index of safetensors shards ({error!r})") from error
     if not isinstance(weight_map, dict):
-        raise CheckpointError(f"{path}: `weight_map` must map each tensor's name to a file's name")
+        raise CheckpointError("index-invalid", f"{path}: `weight_map` must map each tensor's name to a file's name")
     files = {tensor: RelativeName(name, path) for tensor, name in weight_map.items() if not is_buffer(tensor)}
     return Index(files, metadata)
 
@@ -250,7 +263,9 @@ def is_buffer(name: str) -> bool:
 
 def _index_of_single_file(folder: Path) -> Index:
     if not (folder / SINGLE_NAME).exists():
-        raise CheckpointError(f"{folder}: neither {INDEX_NAME} nor {SINGLE_NAME} is there; not a checkpoint")
+        raise CheckpointError(
+            "no-shards", f"{folder}: neither {INDEX_NAME} nor {SINGLE_NAME} is there; not a checkpoint"
+        )
     header = {name: info for name, info in read_header(folder / SINGLE_NAME).items() if not is_buffer(name)}
     total = sum(info.size_bytes for info in header.values())
     return Index(dict.fromkeys(header, RelativeName(SINGLE_NAME)), {"total_size": total})
@@ -275,7 +290,9 @@ class CheckpointReader:
         headers = self._read_headers()
         places = self.index.weight_map.items()
         if absent := [f"{name} is not in {file}" for name, file in places if name not in headers[file]]:
-            raise CheckpointError(f"{self.folder}: the index is wrong:\n  " + "\n  ".join(_shorten(absent)))
+            raise CheckpointError(
+                "index-wrong", f"{self.folder}: the index is wrong:\n  " + "\n  ".join(_shorten(absent))
+            )
         self._infos = {name: headers[file][name] for name, file in places}
         named = self.index.weight_map
         held = [(name, file) for file in headers for name in headers[file] if not is_buffer(name)]
@@ -291,7 +308,9 @@ class CheckpointReader:
             except CheckpointError as error:
                 found.append(str(error))
         if found:
-            raise CheckpointError(f"{self.folder}: not complete:\n  " + "\n  ".join(_shorten(found)))
+            raise CheckpointError(
+                "shards-incomplete", f"{self.folder}: not complete:\n  " + "\n  ".join(_shorten(found))
+            )
         return headers
 
     def __iter__(self) -> Iterator[str]:
@@ -318,8 +337,9 @@ class CheckpointReader:
             listed = "\n  ".join(_shorten(self._strays))
             remedy = "name them in the index, or take a copy of the checkpoint without them"
             raise CheckpointError(
+                "index-incomplete",
                 f"{self.folder / INDEX_NAME}: does not name {len(self._strays)} tensors of its shards:\n  {listed}\n"
-                f"  remedy: {remedy}"
+                f"  remedy: {remedy}",
             )
 
     @property
@@ -339,7 +359,7 @@ class CheckpointReader:
             CheckpointError: The checkpoint has no such tensor.
         """
         if name not in self._infos:
-            raise CheckpointError(f"{self.folder}: no tensor {name}")
+            raise CheckpointError("no-such-tensor", f"{self.folder}: no tensor {name}")
         return self._infos[name]
 
     def shape(self, name: str) -> tuple[int, ...]:

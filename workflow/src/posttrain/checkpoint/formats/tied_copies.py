@@ -58,18 +58,23 @@ def check_copies(
     for name, part in config.items():
         if isinstance(part, Mapping) and bool(part.get(TIED, ties)) != ties:
             remedy = "programs differ in which one they obey: make both say the same"
-            yield Problem(f"config.json: {name}.{TIED}", repr(part[TIED]), f"{ties}, as {TIED} beside it", remedy)
+            allowed = f"{ties}, as {TIED} beside it"
+            yield Problem("tie-contradicts", f"config.json: {name}.{TIED}", repr(part[TIED]), allowed, remedy)
     if HEAD not in reader and not ties:
         value = f"missing, and config.json does not tie it ({TIED} = {config.get(TIED)!r})"
         tied = f"if it is the embedding, set {TIED}: true in the source's config.json and in model.architecture"
-        yield Problem(HEAD, value, "an output matrix", f"transformers fills it with random numbers; {tied}")
+        yield Problem(
+            "no-output-matrix", HEAD, value, "an output matrix", f"transformers fills it with random numbers; {tied}"
+        )
     if choice == KEEP and HEAD in differing and arch.tie_word_embeddings:
         remedy = f"set model.architecture.{TIED}=false to train the file's {HEAD}, or model.patch.copies=drop"
-        yield Problem(f"model.architecture.{TIED}", "true, with model.patch.copies=keep", "false", remedy)
+        yield Problem(
+            "copy-kept-while-tied", f"model.architecture.{TIED}", "true, with model.patch.copies=keep", "false", remedy
+        )
     if choice == REJECT:
         for copy, copied in differing.items():
             value = f"differs from {copied} (in {reader.file_of(copy)} and {reader.file_of(copied)})"
-            yield Problem(copy, value, f"the values of {copied}, or no such tensor", _readings(copy))
+            yield Problem("copy-differs", copy, value, f"the values of {copied}, or no such tensor", _readings(copy))
 
 
 def _readings(copy: str) -> str:

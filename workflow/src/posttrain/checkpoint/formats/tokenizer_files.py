@@ -85,7 +85,9 @@ def converted_tokenizer(folder: Path, config: Mapping[str, Any], vocab_size: int
         special = [named.get(id, f"<|reserved_token_{id}|>") for id in ids]
         tokenizer = _Converter(str(folder / TIKTOKEN), pattern=known.pattern, extra_special_tokens=special).converted()
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{folder / TIKTOKEN}: not a vocabulary of tiktoken ({error!r})") from error
+        raise CheckpointError(
+            "vocabulary-invalid", f"{folder / TIKTOKEN}: not a vocabulary of tiktoken ({error!r})"
+        ) from error
     return tokenizer.to_str().encode()
 
 
@@ -128,7 +130,9 @@ def read_config(folder: Path, files: Mapping[str, bytes]) -> dict[str, Any]:
         text = files.get(TOKENIZER_CONFIG) or (folder / TOKENIZER_CONFIG).read_bytes()
         content = parse_json(text, unique_names=True, finite=True)
     except ValueError as error:
-        raise CheckpointError(f"{TOKENIZER_CONFIG}: not JSON ({error})") from error
+        raise CheckpointError("json-invalid", f"{TOKENIZER_CONFIG}: not JSON ({error})") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{TOKENIZER_CONFIG}: holds a {type(content).__name__}, expected an object")
+        raise CheckpointError(
+            "json-invalid", f"{TOKENIZER_CONFIG}: holds a {type(content).__name__}, expected an object"
+        )
     return content

@@ -190,8 +190,9 @@ def _require_finite(reader: CheckpointReader, name: str) -> torch.Tensor:
     tensor = reader.tensor(name)
     if num_bad := count_not_finite(tensor):
         raise CheckpointError(
+            "values-not-finite",
             f"{reader.folder / reader.file_of(name)}: {name}: {num_bad} of {tensor.numel()} values are NaN or "
-            "infinite; get the file anew from its source, or another revision of the model"
+            "infinite; get the file anew from its source, or another revision of the model",
         )
     return tensor
 
@@ -208,7 +209,9 @@ def _require_cover(folder: Path, by_tensor: Mapping[str, Sequence[dict[str, Any]
         elif misfit := find_misfit(expected[key], boxes):
             wrong.append(f"{key}: {misfit} of {list(expected[key])}")
     if wrong:
-        raise CheckpointError(f"{folder}: the parts do not make up the model:\n  " + "\n  ".join(wrong[:20]))
+        raise CheckpointError(
+            "parts-incomplete", f"{folder}: the parts do not make up the model:\n  " + "\n  ".join(wrong[:20])
+        )
 
 
 def planned_metadata(arch: Architecture) -> Metadata:
@@ -272,7 +275,8 @@ def verify_torch_dist(source: Path, folder: Path, arch: Architecture, num_thread
             differences += [difference] if difference else []
     if differences:
         raise CheckpointError(
-            f"{folder} differs from {source} in {len(differences)} tensors:\n  " + "\n  ".join(differences[:20])
+            "conversion-differs",
+            f"{folder} differs from {source} in {len(differences)} tensors:\n  " + "\n  ".join(differences[:20]),
         )
     return len(placements)
 

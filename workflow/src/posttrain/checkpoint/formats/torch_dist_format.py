@@ -80,11 +80,13 @@ def read_metadata(folder: Path) -> Metadata:
             metadata = FormatUnpickler(file).load()
         wrong = next(_misfits(metadata), "")
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: no such file; not a torch_dist checkpoint") from error
+        raise CheckpointError("metadata-missing", f"{path}: no such file; not a torch_dist checkpoint") from error
     except WRONG_PICKLE as error:
-        raise CheckpointError(f"{path}: not the metadata of a torch_dist checkpoint ({reason_of(error)})") from error
+        raise CheckpointError(
+            "metadata-invalid", f"{path}: not the metadata of a torch_dist checkpoint ({reason_of(error)})"
+        ) from error
     if wrong:
-        raise CheckpointError(f"{path}: not the metadata of a torch_dist checkpoint ({wrong})")
+        raise CheckpointError("metadata-invalid", f"{path}: not the metadata of a torch_dist checkpoint ({wrong})")
     for place in metadata.storage_data.values():
         RelativeName(place.relative_path, path)
     return metadata
@@ -100,11 +102,11 @@ def read_common(folder: Path) -> dict[str, Any]:
     try:
         common = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: no such file; not a checkpoint of Megatron") from error
+        raise CheckpointError("metadata-missing", f"{path}: no such file; not a checkpoint of Megatron") from error
     except (RuntimeError, *WRONG_PICKLE) as error:
-        raise CheckpointError(f"{path}: cannot be read ({reason_of(error)})") from error
+        raise CheckpointError("metadata-invalid", f"{path}: cannot be read ({reason_of(error)})") from error
     if not isinstance(common, dict):
-        raise CheckpointError(f"{path}: holds a {type(common).__name__}, expected a dictionary")
+        raise CheckpointError("metadata-invalid", f"{path}: holds a {type(common).__name__}, expected a dictionary")
     return common
 
 

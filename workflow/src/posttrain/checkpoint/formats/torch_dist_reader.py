@@ -151,7 +151,7 @@ class TorchDistReader:
             if found is None or found < size:
                 wrong.append(f"{path}: {'missing' if found is None else f'{found} bytes'}, at least {size} needed")
         if wrong:
-            raise CheckpointError(f"{self.folder}: not complete:\n  " + "\n  ".join(wrong))
+            raise CheckpointError("chunks-incomplete", f"{self.folder}: not complete:\n  " + "\n  ".join(wrong))
 
     def damaged_keys(self, file_name: str) -> list[str]:
         """Read every chunk of one file; return the tensors with an unreadable chunk, sorted."""
@@ -165,7 +165,7 @@ class TorchDistReader:
 
     def _tensor(self, key: str) -> TensorStorageMetadata:
         if key not in self._tensors:
-            raise CheckpointError(f"{self.folder}: no tensor {key}")
+            raise CheckpointError("no-such-tensor", f"{self.folder}: no tensor {key}")
         return self._tensors[key]
 
     def _overlaps(self, key: str, wanted: Chunk) -> list[tuple[Chunk, Chunk]]:
@@ -187,21 +187,25 @@ class TorchDistReader:
             filled += math.prod(shared[1])
         if filled != result.numel():
             raise CheckpointError(
+                "chunks-incomplete",
                 f"{self.folder}: {key} at {wanted[0]} of size {wanted[1]}: the chunks hold {filled} of "
-                f"{result.numel()} elements"
+                f"{result.numel()} elements",
             )
         return result
 
     def _map_and_check(self, key: str, box: Chunk) -> torch.Tensor:
         if (key, box[0]) not in self._places:
-            raise CheckpointError(f"{self.folder}: {METADATA_NAME} does not say where {key} at {box[0]} lies")
+            raise CheckpointError(
+                "chunk-not-listed", f"{self.folder}: {METADATA_NAME} does not say where {key} at {box[0]} lies"
+            )
         info = self._places[key, box[0]]
         path = self.folder / info.relative_path
         tensor = _decode(_map_chunk(path, info, key), info.offset % mmap.ALLOCATIONGRANULARITY, path, key)
         if tuple(tensor.shape) != box[1] or tensor.dtype != self.dtype(key):
             raise CheckpointError(
+                "chunk-shape",
                 f"{path}: {key} at {box[0]}: {tensor.dtype} {list(tensor.shape)} found, "
-                f"{self.dtype(key)} {list(box[1])} expected"
+                f"{self.dtype(key)} {list(box[1])} expected",
             )
         return tensor
 
@@ -221,12 +225,12 @@ def _map_chunk(path: Path, info: _StorageInfo, key: str) -> _Mapped:
         with open(path, "rb") as file:
             size = path.stat().st_size
             if size < end:
-                raise CheckpointError(f"{path}: truncated: {size} bytes, {key} ends at {end}")
+                raise CheckpointError("file-truncated", f"{path}: truncated: {size} bytes, {key} ends at {end}")
             before = info.offset % mmap.ALLOCATIONGRANULARITY
             # A copy-on-write mapping, because torch rejects tensors on read-only memory.
             return _Mapped(file.fileno(), before + info.length, offset=info.offset - before, access=mmap.ACCESS_COPY)
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: no such file; it holds {key}") from error
+        raise CheckpointError("file-missing", f"{path}: no such file; it holds {key}") from error
 
 
 def _decode(mapped: _Mapped, start: int, path: Path, key: str) -> torch.Tensor:
@@ -239,8 +243,10 @@ def _decode(mapped: _Mapped, start: int, path: Path, key: str) -> torch.Tensor:
             layout = torch.load(cast(IO[bytes], mapped), map_location="meta", weights_only=True)
             return _tensor_within(mapped, start, layout)
     except (zipfile.BadZipFile, RuntimeError, *WRONG_PICKLE) as error:
-        raise CheckpointError(f"{path}: corrupt: {key} cannot be decoded ({reason_of(error)})") from error
-    raise CheckpointError(f"{path}: corrupt: the checksum of {key} does not fit its bytes")
+        raise CheckpointError(
+            "chunk-corrupt", f"{path}: corrupt: {key} cannot be decoded ({reason_of(error)})"
+        ) from error
+    raise CheckpointError("chunk-corrupt", f"{path}: corrupt: the checksum of {key} does not fit its bytes")
 
 
 def _tensor_within(mapped: _Mapped, start: int, layout: torch.Tensor) -> torch.Tensor:

@@ -135,8 +135,9 @@ def list_what_lies_there(source: HubSource, folder: Path, needed: Callable[[str]
     ]
     if not files:
         raise CheckpointError(
+            "offline-without-files",
             f"{source}: HF_HUB_OFFLINE is set and {folder} holds no files\n"
-            f"  remedy: unset HF_HUB_OFFLINE, or put a complete copy of the repository there"
+            f"  remedy: unset HF_HUB_OFFLINE, or put a complete copy of the repository there",
         )
     log.warning(
         "%s: offline, and the Hub's hashes are not known here: %s is checked by its layout only", source, folder
@@ -154,6 +155,7 @@ def _refuse_offline(source: HubSource, folder: Path, missing: Collection[ListedF
     why = "were listed offline, without their hashes" if unknown else "cannot be fetched: HF_HUB_OFFLINE is set"
     remedy = "delete the list of files and run again online" if unknown else "unset HF_HUB_OFFLINE"
     raise CheckpointError(
+        "offline-files-incomplete",
         f"{source}: {folder} lacks {len(missing)} files, or holds them changed, and they {why}:\n  {listed}{more}\n"
-        f"  remedy: {remedy}, or put the files there"
+        f"  remedy: {remedy}, or put the files there",
     )

@@ -90,7 +90,9 @@ def read_manifest(path: Path) -> Manifest:
         row = read_json(path)
         return Manifest(dict(row["source"]), tuple(ListedFile(**file) for file in row["files"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: not a list of files ({error}); delete it and run again online") from error
+        raise CheckpointError(
+            "manifest-invalid", f"{path}: not a list of files ({error}); delete it and run again online"
+        ) from error
 
 
 class ContentHashes:

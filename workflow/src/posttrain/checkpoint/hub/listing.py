@@ -83,7 +83,9 @@ def list_files(
         return _read_kept(source, kept) if kept.exists() else None
     files = [_listed_file(source, row) for row in _ask_hub(source, rule or RetryRule()) if needed(row.rfilename)]
     if not files:
-        raise CheckpointError(f"{source}: the repository holds none of the files that are needed")
+        raise CheckpointError(
+            "repository-without-files", f"{source}: the repository holds none of the files that are needed"
+        )
     manifest = Manifest(source.identity, tuple(sorted(files, key=lambda file: file.path)))
     write_manifest(kept, manifest)
     return manifest
@@ -92,7 +94,10 @@ def list_files(
 def _read_kept(source: HubSource, kept: Path) -> Manifest:
     manifest = read_manifest(kept)
     if manifest.source != source.identity:
-        raise CheckpointError(f"{kept}: lists {dict(manifest.source)}, not {source}; delete it and run again online")
+        raise CheckpointError(
+            "manifest-of-another-source",
+            f"{kept}: lists {dict(manifest.source)}, not {source}; delete it and run again online",
+        )
     return manifest
 
 
@@ -105,18 +110,22 @@ def explained(source: HubSource, path: str = "") -> Iterator[None]:
     except TransferStopped:
         raise
     except RevisionNotFoundError as error:
+        remedy = "pin a commit that the repository's page shows"
         raise ConfigError(
             [
                 Problem(
+                    "no-such-revision",
                     f"{source.key}.revision",
                     source.revision,
                     f"a commit of {source.repo_id}",
-                    "pin a commit that the repository's page shows",
+                    remedy,
                 )
             ]
         ) from error
     except RemoteEntryNotFoundError as error:
-        raise ConfigError([Problem(source.key, at, f"a file of {source.repo_id}", "check the name")]) from error
+        raise ConfigError(
+            [Problem("no-such-file", source.key, at, f"a file of {source.repo_id}", "check the name")]
+        ) from error
     except (HTTPError, OSError, XetDownloadError, RuntimeError) as error:
         if _status_of(error) in (401, 403) and not _content_server_of(error):
             raise ConfigError([_unreadable(source, error)]) from error
@@ -163,7 +172,7 @@ def _unreadable(source: HubSource, error: Exception) -> Problem:
         remedy = "check the name; a private or gated one needs HF_TOKEN of an account that may read it"
     endpoint = source.endpoint or huggingface_hub.constants.ENDPOINT
     allowed = f"an existing repository that you may read; {endpoint} answered with HTTP {status}: {what}"
-    return Problem(f"{source.key}.repo_id", source.repo_id, allowed, remedy)
+    return Problem("no-such-repository", f"{source.key}.repo_id", source.repo_id, allowed, remedy)
 
 
 def _content_server_of(error: BaseException) -> str:
@@ -192,7 +201,7 @@ def _ask_hub(source: HubSource, rule: RetryRule) -> Sequence[Any]:
         info = _ask_until_answered(source, Retries(rule, f"list {source}"))
     if info.sha != source.revision:
         allowed, remedy = "the full commit id, 40 hex digits", f"the Hub resolves it to {info.sha}: pin that"
-        raise ConfigError([Problem(f"{source.key}.revision", source.revision, allowed, remedy)])
+        raise ConfigError([Problem("revision-not-pinned", f"{source.key}.revision", source.revision, allowed, remedy)])
     return info.siblings or []
 
 

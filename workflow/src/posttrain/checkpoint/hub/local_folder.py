@@ -39,7 +39,9 @@ def list_folder(origin: Path, receipt: Receipt | None = None) -> Manifest:
     """
     if not origin.is_dir():
         allowed = "a folder with a checkpoint in Hub layout"
-        raise ConfigError([Problem(KEY, str(origin), allowed, "check the path and that it is mounted here")])
+        raise ConfigError(
+            [Problem("no-such-checkpoint", KEY, str(origin), allowed, "check the path and that it is mounted here")]
+        )
     names = (path.relative_to(origin).as_posix() for path in sorted(origin.rglob("*")) if path.is_file())
     found = {
         name: ListedFile(RelativeName(name, origin), (origin / name).stat().st_size)
@@ -48,7 +50,9 @@ def list_folder(origin: Path, receipt: Receipt | None = None) -> Manifest:
     }
     if not found:
         allowed = "config.json, tokenizer and *.safetensors"
-        raise ConfigError([Problem(KEY, str(origin), allowed, "give the folder that holds them directly")])
+        raise ConfigError(
+            [Problem("no-checkpoint-files", KEY, str(origin), allowed, "give the folder that holds them directly")]
+        )
     source = {"kind": "folder", "folder": str(origin)}
     if receipt:
         known = [ListedFile(r.path, r.size_bytes, r.sha256, xxh3_128=r.xxh3_128) for r in receipt.files]
@@ -70,7 +74,7 @@ def _vouched(
         if (there := found.get(file.path)) is None or there.size_bytes != file.size_bytes
     ]
     if wrong:
-        raise CheckpointError(f"{origin} is not what {witness} says:\n  " + "\n  ".join(wrong))
+        raise CheckpointError("origin-differs", f"{origin} is not what {witness} says:\n  " + "\n  ".join(wrong))
     return Manifest(source, tuple(needed))
 
 
@@ -97,7 +101,9 @@ def place_files(origin: Path, folder: Path, files: Collection[ListedFile], num_w
     if missing := [file for file in files if file.path not in records]:
         records |= make_files(local, folder, missing, origin.name, num_workers)
     if local.wrong:
-        raise CheckpointError(f"{origin} is not what is listed:\n  " + "\n  ".join(sorted(local.wrong)))
+        raise CheckpointError(
+            "origin-differs", f"{origin} is not what is listed:\n  " + "\n  ".join(sorted(local.wrong))
+        )
     return tuple(records[file.path] for file in files)
 
 

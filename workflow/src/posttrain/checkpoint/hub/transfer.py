@@ -84,8 +84,9 @@ class HttpFiles:
                     "%s: attempt %d of %d to fetch %s: %s", self._source, attempt, ATTEMPTS_PER_FILE, file.path, reason
                 )
         raise CheckpointError(
+            "download-corrupt",
             f"{self._source}: {file.path} arrives with wrong bytes, {ATTEMPTS_PER_FILE} times\n  {reason}\n"
-            f"  remedy: look for a proxy or mirror between here and the Hub (HF_ENDPOINT), then run again"
+            f"  remedy: look for a proxy or mirror between here and the Hub (HF_ENDPOINT), then run again",
         )
 
     def _complete(self, output: FileIO, file: ListedFile, progress: TransferProgress) -> ContentHashes:
@@ -156,9 +157,10 @@ class HttpFiles:
         is_hash = bool(etag and len(etag) == len(listed) and re.fullmatch("[0-9a-f]+", etag))
         if (commit and commit != self._source.revision) or (is_hash and etag != listed):
             raise CheckpointError(
+                "changed-on-hub",
                 f"{self._source}: {file.path} has changed since it was listed: commit {commit}, ETag {etag}; "
                 f"listed was {listed}\n  remedy: look for a mirror between here and the Hub (HF_ENDPOINT); "
-                f"if the Hub itself says so, delete the list of files and run again"
+                f"if the Hub itself says so, delete the list of files and run again",
             )
 
 

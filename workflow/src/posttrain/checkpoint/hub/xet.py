@@ -58,8 +58,9 @@ class XetFiles(HttpFiles):
         if record is None:
             shutil.rmtree(home)
             raise CheckpointError(
+                "download-corrupt",
                 f"{self._source}: {file.path} arrives with wrong bytes\n  {reason}\n"
-                f"  remedy: run again with download.xet=false, which does without the library's cache"
+                f"  remedy: run again with download.xet=false, which does without the library's cache",
             )
         place_atomic(file.path.below(folder), lambda temporary: os.replace(staged, temporary))
         shutil.rmtree(home)

@@ -57,7 +57,7 @@ def newest_checkpoint(folder: Path) -> Path:
         return folder
     text = tracker.read_text(encoding="utf-8").strip()
     if text != "release" and not text.isdigit():
-        raise CheckpointError(f"{tracker}: holds {text!r}, expected `release` or a number")
+        raise CheckpointError("tracker-invalid", f"{tracker}: holds {text!r}, expected `release` or a number")
     return folder / (text if text == "release" else f"iter_{int(text):07d}")
 
 

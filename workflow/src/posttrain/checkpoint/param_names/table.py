@@ -113,7 +113,9 @@ def require_tensors(reader: CheckpointReader, arch: Architecture) -> None:
     lines = compare_tensors(arch, {name: info.spec for name, info in reader.infos.items()})
     if lines:
         shown = [*lines[:20], f"... and {len(lines) - 20} more"] if len(lines) > 20 else lines
-        raise CheckpointError(f"{reader.folder}: not of this architecture:\n  " + "\n  ".join(shown))
+        raise CheckpointError(
+            "tensors-differ-from-model", f"{reader.folder}: not of this architecture:\n  " + "\n  ".join(shown)
+        )
 
 
 # ---- the table ----

@@ -135,10 +135,12 @@ def _recode(recoding: Recoding, hf_name: str) -> Mapping[str, torch.Tensor]:
         made = recoding.recode(hf_name)
         for name, tensor in made.items():
             if num_bad := count_not_finite(tensor):
-                raise CheckpointError(f"{name}: {num_bad} of {tensor.numel()} values are NaN or infinite")
+                raise CheckpointError(
+                    "values-not-finite", f"{name}: {num_bad} of {tensor.numel()} values are NaN or infinite"
+                )
         return made
     except CheckpointError as error:
         reader = recoding.reader
         # A tensor that is read from several others has no file of its own.
         path = reader.folder / reader.file_of(hf_name) if hf_name in reader else reader.folder
-        raise CheckpointError(f"{path}: {error}") from error
+        raise CheckpointError(error.code, f"{path}: {error.text}") from error

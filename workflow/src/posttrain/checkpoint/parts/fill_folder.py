@@ -137,9 +137,10 @@ def reopen(folder: Path) -> Path:
     for path in (folder, partial):
         if path.is_symlink():
             raise CheckpointError(
+                "link-in-the-way",
                 f"{path}: a link to {path.resolve()}, which would be written to\n  remedy: remove the link; a model "
                 f"that lies elsewhere is used with set model.source.kind=folder model.source.folder={path.resolve()}: "
-                "its files are then linked and verified"
+                "its files are then linked and verified",
             )
     partial.mkdir(parents=True, exist_ok=True)
     receipt_of(folder).unlink(missing_ok=True)

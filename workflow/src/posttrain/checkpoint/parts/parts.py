@@ -150,7 +150,9 @@ def read_description(path: Path) -> Description:
         row = read_json(path)
         return Description(FileRecord(**row["record"]), row["made_from"], row["notes"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: not a description ({error}); delete it and run again") from error
+        raise CheckpointError(
+            "description-invalid", f"{path}: not a description ({error}); delete it and run again"
+        ) from error
 
 
 def copy_other_files(source: Path, destination: Path, skip: Collection[str] = ()) -> list[str]:

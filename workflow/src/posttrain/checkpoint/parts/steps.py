@@ -245,8 +245,9 @@ def read_parts(
         wrong += [f"{name}: not as its part left it"] if described[name].record != record else []
     if wrong:
         raise CheckpointError(
+            "parts-do-not-fit",
             f"{folder}: the parts do not fit:\n  " + "\n  ".join(wrong) + f"\n  remedy: rm "
-            f"{part_receipt_of(folder, '*')} and run again: only what is wrong is made again"
+            f"{part_receipt_of(folder, '*')} and run again: only what is wrong is made again",
         )
     return described
 

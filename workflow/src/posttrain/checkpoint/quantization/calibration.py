@@ -49,7 +49,7 @@ class Calibration:
             before = self._amax.get(name)
             if before is not None and before.shape != amax.shape:
                 shapes = f"{list(amax.shape)}, another pass has {list(before.shape)}"
-                raise CheckpointError(f"{file}: {name} has shape {shapes}")
+                raise CheckpointError("magnitudes-invalid", f"{file}: {name} has shape {shapes}")
             self._amax[name] = amax if before is None else torch.maximum(before, amax)
 
     def check(self, names: Container[str]) -> None:
@@ -65,8 +65,9 @@ class Calibration:
         if strange := [module for module in modules if f"{module}.weight" not in names]:
             files = ", ".join(map(str, self._files))
             raise CheckpointError(
+                "calibration-of-another-model",
                 f"{files}: a calibration of another model: {len(strange)} of its modules are not in the checkpoint, "
-                f"such as {strange[0]}"
+                f"such as {strange[0]}",
             )
 
     def weight_amax(self, hf_names: Iterable[str]) -> torch.Tensor | None:
@@ -84,7 +85,9 @@ class Calibration:
     def _scalar(self, name: str) -> torch.Tensor | None:
         amax = self._amax.get(name)
         if amax is not None and amax.numel() != 1:
-            raise CheckpointError(f"{name}: {list(amax.shape)} magnitudes, expected one for the whole tensor")
+            raise CheckpointError(
+                "magnitudes-invalid", f"{name}: {list(amax.shape)} magnitudes, expected one for the whole tensor"
+            )
         return amax
 
 
@@ -96,9 +99,11 @@ def _read(file: Path) -> dict[str, torch.Tensor]:
         else:
             seen = {name: tensor.float() for name, tensor in load_file(file).items()}
     except (OSError, ValueError, TypeError, AttributeError, SafetensorError) as error:
-        raise CheckpointError(f"{file}: not a file of magnitudes ({error})") from error
+        raise CheckpointError("magnitudes-invalid", f"{file}: not a file of magnitudes ({error})") from error
     if unknown := [name for name in seen if not name.endswith((INPUT_AMAX, WEIGHT_AMAX))]:
-        raise CheckpointError(f"{file}: {unknown[0]} is neither ...{INPUT_AMAX} nor ...{WEIGHT_AMAX}")
+        raise CheckpointError(
+            "magnitudes-invalid", f"{file}: {unknown[0]} is neither ...{INPUT_AMAX} nor ...{WEIGHT_AMAX}"
+        )
     if wrong := [name for name, amax in seen.items() if not (torch.isfinite(amax) & (amax >= 0)).all()]:
-        raise CheckpointError(f"{file}: {wrong[0]} is not a magnitude: {seen[wrong[0]]}")
+        raise CheckpointError("magnitudes-invalid", f"{file}: {wrong[0]} is not a magnitude: {seen[wrong[0]]}")
     return {name: amax.reshape(()) if amax.numel() == 1 else amax for name, amax in seen.items()}

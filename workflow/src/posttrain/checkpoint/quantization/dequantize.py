@@ -49,7 +49,9 @@ class QuantizedCheckpoint:
         self._config = read_object(folder / "config.json").get("quantization_config") or {}
         method = self._config.get("quant_method", "fp8")
         if method not in _METHODS:
-            raise CheckpointError(f"{folder}: quant_method {method!r}, we read {', '.join(_METHODS)}")
+            raise CheckpointError(
+                "unsupported-quantization", f"{folder}: quant_method {method!r}, we read {', '.join(_METHODS)}"
+            )
         self._side = _block_side(folder, self._config)
         self._group_size = _group_size(folder, self._config)
         self._stored = {
@@ -57,7 +59,9 @@ class QuantizedCheckpoint:
         }
         for hf_name, stored in self._stored.items():
             if self.is_quantized(hf_name) and list(self.parts(hf_name)) == [stored]:
-                raise CheckpointError(f"{folder}: {stored} has codes ({self.reader.info(stored).spec}) but no scales")
+                raise CheckpointError(
+                    "scales-missing", f"{folder}: {stored} has codes ({self.reader.info(stored).spec}) but no scales"
+                )
 
     @property
     def names(self) -> list[str]:
@@ -118,7 +122,9 @@ class QuantizedCheckpoint:
         if scale.numel() == 1 or tuple(scale.shape) in ((num_rows, 1), blocks):
             return dequantize(codes, scale, self._side)
         found = f"scales of shape {list(scale.shape)} for codes of shape {list(codes.shape)}"
-        raise CheckpointError(f"{self.reader.folder}: {hf_name}: {found}, expected one for each row or {list(blocks)}")
+        raise CheckpointError(
+            "scales-shape", f"{self.reader.folder}: {hf_name}: {found}, expected one for each row or {list(blocks)}"
+        )
 
     def tensor(self, hf_name: str) -> torch.Tensor:
         """Return a whole weight: float32 if it is stored as codes, otherwise unchanged."""
@@ -178,7 +184,8 @@ class QuantizedCheckpoint:
             ratio = 1 if shape[0] == num_rows else self._side
         if -(-num_rows // ratio) != shape[0]:
             raise CheckpointError(
-                f"{name}: scales of shape {list(shape)} for a weight of {num_rows} rows in blocks of {self._side}"
+                "scales-shape",
+                f"{name}: scales of shape {list(shape)} for a weight of {num_rows} rows in blocks of {self._side}",
             )
         return self.reader.rows(name, rows.start // ratio, -(-rows.stop // ratio))
 
@@ -190,7 +197,10 @@ def _block_side(folder: Path, config: Mapping[str, Any]) -> int:
     declared = [config.get("weight_block_size"), *(one.get("block_structure") for one in weights)]
     sides = next((sides for sides in declared if sides), [BLOCK, BLOCK])
     if sides[0] != sides[1] or ROW_MULTIPLE % sides[0]:
-        raise CheckpointError(f"{folder}: blocks of {sides}, we read square ones whose side divides {ROW_MULTIPLE}")
+        raise CheckpointError(
+            "unsupported-quantization",
+            f"{folder}: blocks of {sides}, we read square ones whose side divides {ROW_MULTIPLE}",
+        )
     return int(sides[0])
 
 
@@ -202,7 +212,10 @@ def _group_size(folder: Path, config: Mapping[str, Any]) -> int:
     """
     groups = [(group.get("format"), group.get("weights")) for group in config.get("config_groups", {}).values()]
     if any(group != groups[0] for group in groups):
-        raise CheckpointError(f"{folder}: config_groups with {len(groups)} different weights or formats, we read one")
+        raise CheckpointError(
+            "unsupported-quantization",
+            f"{folder}: config_groups with {len(groups)} different weights or formats, we read one",
+        )
     weights = (groups[0][1] or {}) if groups else {}
     return int(weights.get("group_size") or 0) if weights.get("strategy") == "group" else 0
 
@@ -229,7 +242,7 @@ class CastToBf16:
         self.names: Sequence[str] = self._quantized.names
         self.settings: Mapping[str, Any] = {"format": "bf16"}
         if not any(self._quantized.is_quantized(name) for name in self.names):
-            raise CheckpointError(f"{source}: nothing in it is quantised; use it as it is")
+            raise CheckpointError("not-quantized", f"{source}: nothing in it is quantised; use it as it is")
 
     def specs(self, hf_name: str) -> Mapping[str, TensorSpec]:
         """Return name, shape and dtype of a weight."""

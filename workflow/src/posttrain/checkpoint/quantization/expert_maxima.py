@@ -57,7 +57,10 @@ class ExpertMaxima:
         """
         if len(wrong := (~torch.isfinite(self.amax)).nonzero()):
             layer, expert, _ = wrong[0].tolist()
-            raise CheckpointError(f"layer {layer}, expert {expert}: its input is NaN or infinite; the model is damaged")
+            raise CheckpointError(
+                "values-not-finite",
+                f"layer {layer}, expert {expert}: its input is NaN or infinite; the model is damaged",
+            )
 
     def by_module(self) -> dict[str, torch.Tensor]:
         """Return name -> [] float32 under Model Optimizer's names; experts without tokens are omitted."""

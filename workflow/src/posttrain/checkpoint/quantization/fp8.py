@@ -366,7 +366,9 @@ def _untiled(tiled: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 def _scale_of(amax: torch.Tensor, name: str) -> torch.Tensor:
     if name and not torch.isfinite(amax).all():
-        raise CheckpointError(f"{name}: holds NaN or infinity; weights must be finite to be quantised")
+        raise CheckpointError(
+            "values-not-finite", f"{name}: holds NaN or infinity; weights must be finite to be quantised"
+        )
     scale = divide(amax, E4M3_MAX).clamp(min=SMALLEST_SCALE)
     return torch.where(amax == 0, torch.ones_like(scale), scale)
 

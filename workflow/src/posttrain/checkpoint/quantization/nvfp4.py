@@ -77,7 +77,9 @@ class Nvfp4Format:
         """
         rows, columns = spec.shape
         if columns % GROUP:
-            raise CheckpointError(f"{hf_name}: rows of {columns} weights, NVFP4 needs a multiple of {GROUP}")
+            raise CheckpointError(
+                "rows-not-in-groups", f"{hf_name}: rows of {columns} weights, NVFP4 needs a multiple of {GROUP}"
+            )
         return {
             hf_name: TensorSpec((rows, columns // 2), "U8"),
             hf_name + SCALE_SUFFIX: TensorSpec((rows, columns // GROUP), "F8_E4M3"),
@@ -114,7 +116,9 @@ class Nvfp4Format:
         if amax is None:
             amax = self.calibration.input_amax(_same_place_in_layer(hf_name, self.names))
         if amax is None:
-            raise CheckpointError(f"{hf_name}: no calibration file has the input of any expert of its layer")
+            raise CheckpointError(
+                "expert-not-calibrated", f"{hf_name}: no calibration file has the input of any expert of its layer"
+            )
         return divide(amax, E2M1_MAX * E4M3_MAX)
 
     def quantization_config(self, specs: Mapping[str, TensorSpec]) -> dict[str, Any]:
@@ -180,7 +184,9 @@ def global_scale(amax: torch.Tensor, name: str = "weight", given: torch.Tensor |
         CheckpointError: A weight is NaN or infinite.
     """
     if not torch.isfinite(amax):
-        raise CheckpointError(f"{name}: holds NaN or infinity; weights must be finite to be quantised")
+        raise CheckpointError(
+            "values-not-finite", f"{name}: holds NaN or infinity; weights must be finite to be quantised"
+        )
     amax = amax if given is None else given.to(amax.device)
     scale_2 = divide(amax, E2M1_MAX * E4M3_MAX).clamp(min=SMALLEST_SCALE)
     return torch.where(amax == 0, torch.ones_like(scale_2), scale_2)

@@ -77,7 +77,9 @@ def verify_weights(source: Path, folder: Path, num_threads: int = 1) -> dict[str
             results = list(pool.map(lambda name: _compare(reader, quantized, name), reader.names))
         problems = [result for result in results if isinstance(result, str)]
     if problems:
-        raise CheckpointError(f"{folder}: not what {source} gives:\n  " + "\n  ".join(problems[:20]))
+        raise CheckpointError(
+            "quantization-differs", f"{folder}: not what {source} gives:\n  " + "\n  ".join(problems[:20])
+        )
     compared = zip(reader.names, results, strict=True)
     errors = {name: result for name, result in compared if isinstance(result, TensorError)}
     return summarize(dict(sorted(errors.items())))

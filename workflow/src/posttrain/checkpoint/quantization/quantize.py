@@ -69,7 +69,7 @@ class Quantization:
         try:
             self.format.selection.check(self._specs)
         except CheckpointError as error:
-            raise CheckpointError(f"{source}: {error}") from error
+            raise CheckpointError(error.code, f"{source}: {error.text}") from error
         calibration = [hash_file(Path(file)) for file in settings.get("calibration", ())]
         self.settings: Mapping[str, Any] = {**settings, "calibration": calibration}
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -175,12 +175,15 @@ def open_source(source: Path) -> CheckpointReader:
     declared = read_object(source / "config.json").get("quantization_config")
     coded = [f"{name}: {info.spec}" for name, info in reader.infos.items() if info.dtype not in FLOAT_DTYPES]
     if empty := [f"{name}: {info.spec}" for name, info in reader.infos.items() if 0 in info.shape]:
-        raise CheckpointError(f"{source}: {len(empty)} tensors have no elements: {', '.join(empty[:5])}")
+        raise CheckpointError(
+            "tensor-empty", f"{source}: {len(empty)} tensors have no elements: {', '.join(empty[:5])}"
+        )
     if declared is not None or coded:
         kind = declared.get("quant_method") if isinstance(declared, dict) else declared
         method = f"quant_method {kind!r}" if declared is not None else coded[0]
         raise CheckpointError(
+            "quantized-twice",
             f"{source}: quantised already ({method}); quantising twice adds the errors up: give the BF16 checkpoint, "
-            "or make one with `snakemake finalize_bf16`"
+            "or make one with `snakemake finalize_bf16`",
         )
     return reader

@@ -98,12 +98,15 @@ class Selection:
             if tensor_class(name) in self.classes:
                 groups.setdefault(_computed_as_one(name), {})[self.includes(name, spec.shape)] = name
         if not any(True in sides for sides in groups.values()):
-            raise CheckpointError(f"none of the {len(specs)} tensors is on the list of what is quantised")
+            raise CheckpointError(
+                "nothing-to-quantize", f"none of the {len(specs)} tensors is on the list of what is quantised"
+            )
         for sides in groups.values():
             if len(sides) == 2:
                 raise CheckpointError(
+                    "fused-tensors-kept-apart",
                     f"quantize.keep_modules: {sides[False]} keeps its precision and {sides[True]} does not, but "
-                    "engines compute them as one: keep both or none"
+                    "engines compute them as one: keep both or none",
                 )
 
 

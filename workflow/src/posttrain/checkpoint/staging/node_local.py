@@ -208,7 +208,10 @@ def _refuse_foreign(destination: Path) -> None:
         owner = folder.stat().st_uid
         if owner not in (os.geteuid(), 0):
             remedy = "set site.node_local to a folder of your own"
-            raise CheckpointError(f"{folder}: belongs to user {owner}, who could change the copies\n  remedy: {remedy}")
+            raise CheckpointError(
+                "folder-of-another-user",
+                f"{folder}: belongs to user {owner}, who could change the copies\n  remedy: {remedy}",
+            )
 
 
 # ---- copying ----
@@ -270,14 +273,17 @@ class Copier:
         def check(found: str) -> None:
             if found != task.record.xxh3_128:
                 raise CheckpointError(
+                    "source-changed",
                     f"{task.source}: content differs from its receipt (xxh3_128 {found}, expected "
-                    f"{task.record.xxh3_128})\n  remedy: delete that receipt and run its step again"
+                    f"{task.record.xxh3_128})\n  remedy: delete that receipt and run its step again",
                 )
 
         copy_file(task.source, task.target, progress, check)
         if self._reread and hash_file(task.target) != task.record.xxh3_128:
             task.target.unlink()
-            raise CheckpointError(f"{task.target}: reads back other bytes than were written; is the disk bad?")
+            raise CheckpointError(
+                "disk-corrupts", f"{task.target}: reads back other bytes than were written; is the disk bad?"
+            )
         return task
 
 

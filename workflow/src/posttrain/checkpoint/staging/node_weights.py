@@ -82,7 +82,9 @@ class NodeWeights:
             self._stage(self._chosen, believe=False)
         elif found := read_again(self._chosen, self.config.stage.workers):
             listed = "\n  ".join(found)
-            raise CheckpointError(f"not what the receipts say; `snakemake verify` tells more:\n  {listed}")
+            raise CheckpointError(
+                "receipt-mismatch", f"not what the receipts say; `snakemake verify` tells more:\n  {listed}"
+            )
 
     def in_use(self) -> AbstractContextManager[None]:
         """Protect the copies from eviction during the block."""

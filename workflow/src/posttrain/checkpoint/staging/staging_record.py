@@ -90,9 +90,13 @@ def read_staging_record(path: Path) -> dict[str, Any]:
         row["links"] = [RelativeName(name) for name in row["links"]]
         _ = row["boot_id"], row["used_unix"]
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: missing; staging to this node has not finished") from error
+        raise CheckpointError(
+            "staging-unfinished", f"{path}: missing; staging to this node has not finished"
+        ) from error
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: not a staging record ({error!r}); delete it and stage again") from error
+        raise CheckpointError(
+            "staging-record-invalid", f"{path}: not a staging record ({error!r}); delete it and stage again"
+        ) from error
     return row
 
 

@@ -163,7 +163,9 @@ class Swarm:
         wanted = libtorrent.add_torrent_params()
         wanted.ti = libtorrent.torrent_info(str(torrent))
         if (wanted.ti.num_files(), wanted.ti.name()) != (1, content):
-            raise CheckpointError(f"{torrent}: of other files than {content}; delete it and run again")
+            raise CheckpointError(
+                "torrent-of-other-files", f"{torrent}: of other files than {content}; delete it and run again"
+            )
         wanted.save_path = str(self._folder)
         wanted.flags = libtorrent.torrent_flags.default_flags | flags
         wanted.flags &= ~(libtorrent.torrent_flags.paused | libtorrent.torrent_flags.auto_managed)

@@ -250,7 +250,9 @@ def _check_vocabulary(architecture: Architecture, known: Vocabulary) -> Iterator
     needed = len(known.texts) + len(CONTROL_TOKENS)
     if known is not DIGITS and architecture.vocab_size < needed:
         allowed = f"at least {needed}: the characters, common words and control tokens of the task"
-        yield Problem("model.architecture.vocab_size", str(architecture.vocab_size), allowed, "raise it")
+        yield Problem(
+            "vocabulary-too-small", "model.architecture.vocab_size", str(architecture.vocab_size), allowed, "raise it"
+        )
 
 
 def _check_pass_rate(pass_rate: float, seed: int) -> None:

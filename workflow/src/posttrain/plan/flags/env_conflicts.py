@@ -84,7 +84,7 @@ def find_env_conflicts(config: Config, inherited: Variables | None = None) -> li
                 found = " ".join(f"{name}={variables[name]}" for name in row.names if name in variables)
                 value = f"{found or f'no {row.names[0]}'} in {who} processes"
                 remedy = f"set it there, or leave it out, also in the shell ({row.source})"
-                problems.append(Problem(f"site.{who}_environment", value, row.allowed, remedy))
+                problems.append(Problem("environment-conflict", f"site.{who}_environment", value, row.allowed, remedy))
     return list(dict.fromkeys(problems))
 
 

@@ -74,15 +74,15 @@ def refusals(config: Config, name: str) -> list[Problem]:
     own, alternative = f"what {name} takes", f"or {KEY}={MASKED}, which is slow"
     if (arch.kv_lora_rank, arch.qk_rope_head_dim) != (LATENT, POSITIONS):
         value = f"{name}: keys of {arch.kv_lora_rank} + {arch.qk_rope_head_dim} numbers"
-        found.append(Problem(KEY, value, f"{LATENT} + {POSITIONS}, {own}", f"{KEY}={MASKED}, or another model"))
+        remedy = f"{KEY}={MASKED}, or another model"
+        found.append(Problem("kernel-takes-glm5-keys", KEY, value, f"{LATENT} + {POSITIONS}, {own}", remedy))
     if not config.hardware.compute_capability:
         allowed = f"that of an NVIDIA GPU, {own}"
-        found.append(Problem("hardware.compute_capability", "none", allowed, f"{KEY}={MASKED}"))
+        found.append(Problem("kernel-needs-nvidia", "hardware.compute_capability", "none", allowed, f"{KEY}={MASKED}"))
     if config.trainer.params_dtype != "bf16":
         value = config.trainer.params_dtype
-        found.append(
-            Problem("trainer.params_dtype", value, f"bf16, {own}", f"trainer.params_dtype=bf16, {alternative}")
-        )
+        remedy = f"trainer.params_dtype=bf16, {alternative}"
+        found.append(Problem("kernel-needs-bf16", "trainer.params_dtype", value, f"bf16, {own}", remedy))
     return [*found, *_RULES[name](config)]
 
 
@@ -116,7 +116,7 @@ def _of_tilelang(config: Config) -> list[Problem]:
         below = topk // TILELANG_TOPK * TILELANG_TOPK
         nearest = " or ".join(str(size) for size in (below, below + TILELANG_TOPK) if size)
         allowed, remedy = f"a multiple of {TILELANG_TOPK}, what {TILELANG} takes", f"{nearest}, or {KEY}={CUDNN}"
-        found.append(Problem("model.architecture.index_topk", str(topk), allowed, remedy))
+        found.append(Problem("kernel-topk", "model.architecture.index_topk", str(topk), allowed, remedy))
     return found
 
 
@@ -126,7 +126,8 @@ def _of_cudnn(config: Config) -> list[Problem]:
     if (0, 0) < architecture < CUDNN_CAPABILITY:
         value, least = config.hardware.compute_capability, ".".join(map(str, CUDNN_CAPABILITY))
         remedy = f"{KEY}={TILELANG}"
-        found.append(Problem("hardware.compute_capability", value, f"{least} or more, what {CUDNN} takes", remedy))
+        allowed = f"{least} or more, what {CUDNN} takes"
+        found.append(Problem("kernel-needs-newer-gpu", "hardware.compute_capability", value, allowed, remedy))
     return [*found, *_heads(config, CUDNN, lambda heads: bool(cudnn_heads(heads, architecture)))]
 
 
@@ -146,4 +147,8 @@ def _heads(config: Config, name: str, takes: Callable[[int], bool]) -> list[Prob
     near = sorted(sizes, key=lambda size: (abs(size - tensor), size))[:2]
     remedy = " or ".join([*(f"parallel.tensor_model_parallel_size={size}" for size in near), f"{KEY}={MASKED}"])
     value = f"{tensor}: {heads} of {total} heads per rank"
-    return [Problem("parallel.tensor_model_parallel_size", value, f"a number of heads that {name} takes", remedy)]
+    return [
+        Problem(
+            "kernel-heads", "parallel.tensor_model_parallel_size", value, f"a number of heads that {name} takes", remedy
+        )
+    ]

@@ -7,6 +7,7 @@ from typing import Any
 
 from posttrain.config.load import Resolved
 from posttrain.config.schema import EXPERIMENT_SECTIONS, Config
+from posttrain.errors import with_code
 from posttrain.plan.forecast.plan_figures import GROUPS, flag_groups, stage_groups
 from posttrain.plan.forecast.plan_goodput import goodput_chart
 from posttrain.plan.forecast.plan_layout import TERMS, layout_picture
@@ -26,7 +27,9 @@ def judge_plan(plan: Mapping[str, Any]) -> Verdict:
     """
     levels = {"problems": "bad", "not_trainable": "bad", "warnings": "warning"}
     findings = [
-        Finding(level, f"{row['key']} = {row['value']}", f"allowed: {row['allowed']}", row["remedy"])
+        Finding(
+            level, with_code(f"{row['key']} = {row['value']}", row["code"]), f"allowed: {row['allowed']}", row["remedy"]
+        )
         for part, level in levels.items()
         for row in plan[part]
     ]

@@ -36,10 +36,10 @@ def find_lm_eval_problems(config: Config) -> Iterator[Problem]:
     wanted = config.evaluation.lm_eval
     if not wanted.tasks:
         remedy = f"set='{KEY}.tasks=[gsm8k]', for example; `lm_eval ls tasks` of its environment lists all"
-        yield Problem(f"{KEY}.tasks", "[]", "names of lm-eval's tasks", remedy)
+        yield Problem("not-set", f"{KEY}.tasks", "[]", "names of lm-eval's tasks", remedy)
     if wanted.task_folder and not os.path.isdir(wanted.task_folder):
         remedy = "name the folder that holds the tasks' YAML files, or leave it empty"
-        yield Problem(f"{KEY}.task_folder", wanted.task_folder, "a folder that exists", remedy)
+        yield Problem("no-such-folder", f"{KEY}.task_folder", wanted.task_folder, "a folder that exists", remedy)
     if problem := _check_environment(config).problem:
         yield problem
 
@@ -52,4 +52,4 @@ def _check_environment(config: Config) -> Finding:
     if found.problem is None:
         return found
     remedy = f"`make env-lm-eval` in the clone, or set='{key}=PATH' to the interpreter of an environment that has it"
-    return failed(found.name, key, found.problem.value, found.problem.allowed, remedy)
+    return failed("interpreter-unusable", found.name, key, found.problem.value, found.problem.allowed, remedy)

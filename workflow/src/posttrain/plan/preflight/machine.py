@@ -35,7 +35,9 @@ def check_devices(config: Config) -> Finding:
     if found >= wanted:
         return ok("devices", f"{found} CUDA devices, first {torch.cuda.get_device_name(0)}")
     remedy = "run on a machine with GPUs, or choose hardware=cpu with a small model"
-    return failed("devices", "hardware.gpus_per_node", f"{found} CUDA devices here", f"at least {wanted}", remedy)
+    return failed(
+        "too-few-gpus", "devices", "hardware.gpus_per_node", f"{found} CUDA devices here", f"at least {wanted}", remedy
+    )
 
 
 def check_open_files(config: Config) -> Finding:
@@ -51,7 +53,9 @@ def check_open_files(config: Config) -> Finding:
         return ok("open files", f"{needed} needed, the limit was raised from {soft} to that")
     if 0 <= soft < needed:
         remedy = "have `ulimit -Hn` raised: in /etc/security/limits.conf, by LimitNOFILE= of the service, by the image"
-        return failed("open files", "ulimit -n", f"{soft}, at most {hard}", f"at least {needed}", remedy)
+        return failed(
+            "too-few-open-files", "open files", "ulimit -n", f"{soft}, at most {hard}", f"at least {needed}", remedy
+        )
     return ok("open files", f"{soft if soft >= 0 else 'any number'} allowed, {needed} needed")
 
 
@@ -62,7 +66,9 @@ def check_versions(config: Config) -> Finding:
     installed = installed_versions(config)
     if others := untested(installed, pinned_versions(config)):
         remedy = "install the pins of envs/, or go on and be the one who tests this set"
-        return failed("versions", "envs", ", ".join(others), "versions that were tested together", remedy)
+        return failed(
+            "versions-untested", "versions", "envs", ", ".join(others), "versions that were tested together", remedy
+        )
     return ok("versions", ", ".join(f"{name} {version}" for name, version in installed.items()))
 
 
@@ -85,7 +91,8 @@ def check_image(config: Config) -> Finding:
         return skipped(key, "the nodes' own environment is used")
     if os.path.isfile(container.image):
         return ok(key, f"{container.image}, started by {container.runtime}")
-    return failed(key, key, f"{container.image}: no such file", "a file that every node sees", "see envs/README.md")
+    remedy = "see envs/README.md"
+    return failed("no-such-file", key, key, f"{container.image}: no such file", "a file that every node sees", remedy)
 
 
 def check_interpreter(key: str, python: str, module: str) -> Finding:
@@ -99,17 +106,21 @@ def check_interpreter(key: str, python: str, module: str) -> Finding:
     name, found = f"{key} imports {module}", shutil.which(python)
     remedy = f"set='{key}=PATH' to the interpreter of an environment that has {module}"
     if found is None:
-        return failed(name, key, repr(python), "an interpreter that exists", remedy)
+        return failed("interpreter-unusable", name, key, repr(python), "an interpreter that exists", remedy)
     code = f"import {module}; print(getattr({module.partition('.')[0]}, '__version__', 'no version'))"
     try:
         done = subprocess.run(
             [found, "-c", code], capture_output=True, text=True, timeout=IMPORT_TIMEOUT_SECONDS, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return failed(name, key, f"{found}: {error}", f"an interpreter that imports {module}", remedy)
+        return failed(
+            "interpreter-unusable", name, key, f"{found}: {error}", f"an interpreter that imports {module}", remedy
+        )
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        return failed(name, key, f"{found}: {last}", f"an interpreter that imports {module}", remedy)
+        return failed(
+            "interpreter-unusable", name, key, f"{found}: {last}", f"an interpreter that imports {module}", remedy
+        )
     return ok(name, f"{found}, {module} {done.stdout.split()[-1]}")
 
 
@@ -122,7 +133,8 @@ def check_broadcast(config: Config) -> Finding:
     if importlib.util.find_spec("libtorrent"):
         return ok("stage.broadcast", "libtorrent is installed")
     remedy = "pip install 'posttrain[broadcast]', or set='stage.broadcast=none'"
-    return failed("stage.broadcast", "stage.broadcast", config.stage.broadcast, "libtorrent, to broadcast", remedy)
+    allowed = "libtorrent, to broadcast"
+    return failed("package-missing", "stage.broadcast", "stage.broadcast", config.stage.broadcast, allowed, remedy)
 
 
 def check_ports(config: Config) -> list[Finding]:
@@ -142,5 +154,7 @@ def check_port(port: int, host: str = "127.0.0.1") -> Finding:
             probe.bind((host, port))
         except OSError as error:
             remedy = "end what listens there, or let a free port be chosen: set='engine.port=0'"
-            return failed(f"port {port}", "engine.port", f"{port}: {error.strerror}", "a free port", remedy)
+            return failed(
+                "port-in-use", f"port {port}", "engine.port", f"{port}: {error.strerror}", "a free port", remedy
+            )
     return ok(f"port {port}", "free")

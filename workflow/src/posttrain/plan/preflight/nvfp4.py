@@ -30,22 +30,25 @@ def check_nvfp4(config: Config) -> Iterator[Problem]:
     serving, arch = config.serving, config.model.architecture
     if not arch.n_routed_experts:
         allowed = "a model with routed experts: of a dense one nothing is on the list of what becomes NVFP4"
-        yield Problem("serving.format", f"nvfp4 of {config.model.name}", allowed, "set serving.format=mxfp8")
+        remedy = "set serving.format=mxfp8"
+        yield Problem("nvfp4-without-experts", "serving.format", f"nvfp4 of {config.model.name}", allowed, remedy)
         return
     passes = calibration_passes(config)
     if serving.uncalibrated and serving.calibration:
         allowed = "false beside serving.calibration, whose files say what the scales are"
-        yield Problem("serving.uncalibrated", "true", allowed, "leave one of them out")
+        yield Problem("calibrated-and-not", "serving.uncalibrated", "true", allowed, "leave one of them out")
     if not is_calibrated_here(config):
         return
     if not passes:
         allowed = "passes that are read, or files in serving.calibration: an input_scale of 1 is nobody's measurement"
         remedy = "name passes, give files, or set serving.uncalibrated=true to have it so"
-        yield Problem("serving.passes", "none", allowed, remedy)
+        yield Problem("not-calibrated", "serving.passes", "none", allowed, remedy)
     if serving.weights == "trained" and config.export.checkpoint_folder:
         allowed = "model: another trainer's checkpoint is not one that ours loads"
         remedy = "export it, and make that the source of another configuration (model.source.kind=folder)"
-        yield Problem("serving.weights", "trained with export.checkpoint_folder", allowed, remedy)
+        yield Problem(
+            "calibration-of-other-trainer", "serving.weights", "trained with export.checkpoint_folder", allowed, remedy
+        )
     yield from _check_passes(config)
 
 
@@ -56,21 +59,25 @@ def _check_passes(config: Config) -> Iterator[Problem]:
         sources = {MADE: wanted.made, "files": wanted.file, "hub": wanted.repo_id}
         if not sources[wanted.kind]:
             own = {MADE: "made", "files": "file", "hub": "repo_id"}[wanted.kind]
-            yield Problem(f"{key}.{own}", "''", f"what it reads, with kind={wanted.kind}", "name it")
+            yield Problem("not-set", f"{key}.{own}", "''", f"what it reads, with kind={wanted.kind}", "name it")
         if wanted.kind == "hub" and wanted.revision in ("", UNPINNED):
             remedy = f"give the commit that the page of {wanted.repo_id} shows"
-            yield Problem(f"{key}.revision", repr(wanted.revision), "40 hex digits", remedy)
+            yield Problem("revision-not-pinned", f"{key}.revision", repr(wanted.revision), "40 hex digits", remedy)
         if wanted.min_tokens > longest:
             allowed = f"at most {longest}: conversations are cut there (max_tokens, the model's {positions} positions)"
-            yield Problem(f"{key}.min_tokens", str(wanted.min_tokens), allowed, "lower it, or raise max_tokens")
+            remedy = "lower it, or raise max_tokens"
+            yield Problem("conversations-cut-too-short", f"{key}.min_tokens", str(wanted.min_tokens), allowed, remedy)
         if longest > budget and config.hardware.device == "cuda":
             allowed = f"at most {budget}, the tokens of a micro-batch that memory is planned for"
             remedy = f"raise trainer.max_tokens_per_gpu, or set {key}.max_tokens={budget}"
-            yield Problem(f"{key}.max_tokens", str(wanted.max_tokens), allowed, remedy)
+            yield Problem("token-budget-too-small", f"{key}.max_tokens", str(wanted.max_tokens), allowed, remedy)
     needed, limit = calibration_gib(config), capacity_gib(config)
     if calibration_passes(config) and needed > limit:
         allowed = f"at most {limit:g} GiB per rank ({config.hardware.name})"
-        yield Problem("parallel", f"{needed:.1f} GiB per rank while it calibrates", allowed, "more nodes")
+        remedy = "more nodes"
+        yield Problem(
+            "calibration-exceeds-memory", "parallel", f"{needed:.1f} GiB per rank while it calibrates", allowed, remedy
+        )
 
 
 def _check_source(paths: Paths) -> Iterator[Problem]:
@@ -86,7 +93,13 @@ def _check_source(paths: Paths) -> Iterator[Problem]:
             continue  # not there yet; who reads it tells what is wrong with it
         if declared:
             method = declared.get("quant_method") if isinstance(declared, dict) else declared
-            yield Problem("model.source", f"{folder}: quantised ({method})", allowed, remedy)
+            yield Problem("already-quantized", "model.source", f"{folder}: quantised ({method})", allowed, remedy)
             return
     if source.kind == "hub" and (found := _QUANTISED_NAME.search(source.repo_id)):
-        yield Problem("model.source.repo_id", source.repo_id, f"{allowed}; it is a release in {found[1]}", remedy)
+        yield Problem(
+            "already-quantized",
+            "model.source.repo_id",
+            source.repo_id,
+            f"{allowed}; it is a release in {found[1]}",
+            remedy,
+        )

@@ -74,14 +74,16 @@ def _check_benchmark(config: Config) -> Iterator[Problem]:
     length = asked.output_tokens + (asked.input_tokens if asked.prompts == "random" else 1)
     if length > room:
         keys = "evaluation.serving: input_tokens + output_tokens"
-        yield Problem(keys, f"{length:,}", f"at most {room:,}, the positions of the model", "ask for fewer tokens")
+        remedy = "ask for fewer tokens"
+        yield Problem("exceeds-positions", keys, f"{length:,}", f"at most {room:,}, the positions of the model", remedy)
 
 
 def _check_secret(config: Config) -> Iterator[Problem]:
     """Yield a problem if external engines need a secret that is not set; messages never show it."""
     if config.evaluation.addresses and not os.environ.get(SECRET_VARIABLE):
         allowed = "the secret of the engines at evaluation.addresses"
-        yield Problem(SECRET_VARIABLE, "not set", allowed, "set it in the environment, as it is set for these engines")
+        remedy = "set it in the environment, as it is set for these engines"
+        yield Problem("secret-not-set", SECRET_VARIABLE, "not set", allowed, remedy)
 
 
 def refuse_unfit(paths: Paths) -> None:

@@ -49,9 +49,9 @@ def skipped(name: str, reason: str) -> Finding:
     return Finding(name, reason, is_skipped=True)
 
 
-def failed(name: str, key: str, value: str, allowed: str, remedy: str) -> Finding:
+def failed(code: str, name: str, key: str, value: str, allowed: str, remedy: str) -> Finding:
     """Return a finding with a problem."""
-    return Finding(name, value, Problem(key, value, allowed, remedy))
+    return Finding(name, value, Problem(code, key, value, allowed, remedy))
 
 
 def raise_problems(findings: Sequence[Finding]) -> None:

@@ -25,7 +25,9 @@ def token_of(section: str, address: Address) -> str:
     if not re.fullmatch(r"[!-~]+", token):
         value = f"{variable}, {'in which there are other characters' if token else 'which is not set'}"
         allowed = "a variable of the environment with a token of printable ASCII characters"
-        raise ConfigError([Problem(f"{section}.token_variable", value, allowed, f"export {variable}")])
+        raise ConfigError(
+            [Problem("secret-not-set", f"{section}.token_variable", value, allowed, f"export {variable}")]
+        )
     return token
 
 

@@ -22,9 +22,15 @@ def check_scheduler(config: Config) -> list[Finding]:
         return [skipped("site.launcher", f"{config.site.launcher}: nothing is submitted")]
     if missing := [name for name in PROGRAMS if shutil.which(name) is None]:
         remedy = "run on a login node of the cluster, or choose another site"
+        allowed = "SLURM's programs"
         return [
             failed(
-                "site.launcher", "site.launcher", f"slurm; missing: {', '.join(missing)}", "SLURM's programs", remedy
+                "program-missing",
+                "site.launcher",
+                "site.launcher",
+                f"slurm; missing: {', '.join(missing)}",
+                allowed,
+                remedy,
             )
         ]
     return [_check_executor(), _check_partition(config)]
@@ -34,7 +40,7 @@ def _check_executor() -> Finding:
     if importlib.util.find_spec(EXECUTOR):
         return ok("executor", f"{EXECUTOR} is installed")
     remedy = "pip install 'posttrain[slurm]'"
-    return failed("executor", "site.launcher", "slurm", f"{EXECUTOR}, to submit jobs", remedy)
+    return failed("package-missing", "executor", "site.launcher", "slurm", f"{EXECUTOR}, to submit jobs", remedy)
 
 
 def _check_partition(config: Config) -> Finding:
@@ -44,16 +50,22 @@ def _check_partition(config: Config) -> Finding:
     command = ["sinfo", "--noheader", "--format", "%R %D", *chosen]
     done = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_SECONDS, check=False)
     if done.returncode:
-        return failed(key, key, done.stderr.strip(), "a SLURM that answers", "see whether `sinfo` works here")
+        return failed(
+            "slurm-unreachable", key, key, done.stderr.strip(), "a SLURM that answers", "see whether `sinfo` works here"
+        )
     sizes: dict[str, int] = {}
     for line in done.stdout.splitlines():
         name, _, count = line.rpartition(" ")
         sizes[name] = sizes.get(name, 0) + int(count)
     wanted, name = job_needs(config, "train").nodes, slurm.partition or "the default"
     if not sizes:
-        return failed(key, key, repr(slurm.partition), "a partition that SLURM knows", "`sinfo` lists them")
+        return failed(
+            "no-such-partition", key, key, repr(slurm.partition), "a partition that SLURM knows", "`sinfo` lists them"
+        )
     if max(sizes.values()) < wanted:
         found = f"{max(sizes.values())} nodes in {name}"
         remedy = "fewer nodes or spare nodes, or another partition"
-        return failed(key, key, found, f"at least {wanted} (nodes and site.slurm.spare_nodes)", remedy)
+        return failed(
+            "partition-too-small", key, key, found, f"at least {wanted} (nodes and site.slurm.spare_nodes)", remedy
+        )
     return ok(key, f"{name}: {max(sizes.values())} nodes, {wanted} wanted")

@@ -56,26 +56,28 @@ def check_repository(key: str, kind: str, repo_id: str, revision: str) -> Findin
         return skipped(name, "HF_HUB_OFFLINE is set; the download step will use what is there")
     endpoint = constants.ENDPOINT
     if revision == UNPINNED:
-        return failed(name, f"{key}.revision", UNPINNED, f"a commit of {repo_id}", "copy it from the repository's page")
+        remedy = "copy it from the repository's page"
+        return failed("revision-not-pinned", name, f"{key}.revision", UNPINNED, f"a commit of {repo_id}", remedy)
     try:
         HfApi().repo_info(repo_id, revision=revision, repo_type=kind, timeout=HUB_TIMEOUT_SECONDS)
         # A gated repository shows what it does not give.
         HfApi().auth_check(repo_id, repo_type=kind)
     except RevisionNotFoundError:
         remedy = "copy the commit from the repository's page"
-        return failed(name, f"{key}.revision", revision, f"a commit of {repo_id}", remedy)
+        return failed("no-such-revision", name, f"{key}.revision", revision, f"a commit of {repo_id}", remedy)
     except GatedRepoError:
         found, allowed = f"{repo_id}: access is restricted", "a repository that the token may read"
         remedy = "accept its terms on the Hub and set HF_TOKEN in the environment"
-        return failed(name, f"{key}.repo_id", found, allowed, remedy)
+        return failed("no-access", name, f"{key}.repo_id", found, allowed, remedy)
     except RepositoryNotFoundError:
         remedy = "correct the name, or set HF_TOKEN in the environment if it is private"
-        return failed(name, f"{key}.repo_id", f"{repo_id}: not found", f"a {kind} repository on {endpoint}", remedy)
+        allowed = f"a {kind} repository on {endpoint}"
+        return failed("no-such-repository", name, f"{key}.repo_id", f"{repo_id}: not found", allowed, remedy)
     except (HTTPError, OSError) as error:
         found, allowed = (
             f"{type(error).__name__}: {error}".splitlines()[0],
             f"an answer of {endpoint} in time",
         )
         remedy = "check the network and HF_ENDPOINT; model.source.kind=folder takes files that are here"
-        return failed(name, f"{key}.repo_id", found, allowed, remedy)
+        return failed("hub-unreachable", name, f"{key}.repo_id", found, allowed, remedy)
     return ok(name, f"revision {revision[:12]} is visible at {endpoint}")

@@ -66,7 +66,8 @@ def check_writable(key: str, folder: Path) -> Finding:
             pass
     except OSError as error:
         remedy = f"choose another folder with set='{key}=...' or change its permissions"
-        return failed(key, key, f"{folder}: {error.strerror} (at {existing})", "a folder that can be written", remedy)
+        allowed = "a folder that can be written"
+        return failed("not-writable", key, key, f"{folder}: {error.strerror} (at {existing})", allowed, remedy)
     return ok(key, f"{folder} can be written")
 
 
@@ -136,10 +137,6 @@ def _check_disk(needs: list[Need]) -> Finding:
     if free >= wanted:
         return ok(name, f"{format_bytes(free)} free, {format_bytes(wanted)} needed")
     parts = ", ".join(f"{need.key} {format_bytes(need.missing_bytes)}" for need in needs)
-    return failed(
-        name,
-        keys,
-        f"{format_bytes(free)} free on the disk of {folder}",
-        f"at least {format_bytes(wanted)} ({parts}, and {format_bytes(SPARE_BYTES)} to spare)",
-        "free some space, or put a root on another disk with set='site.store=...' (see plan.html)",
-    )
+    allowed = f"at least {format_bytes(wanted)} ({parts}, and {format_bytes(SPARE_BYTES)} to spare)"
+    remedy = "free some space, or put a root on another disk with set='site.store=...' (see plan.html)"
+    return failed("disk-too-small", name, keys, f"{format_bytes(free)} free on the disk of {folder}", allowed, remedy)

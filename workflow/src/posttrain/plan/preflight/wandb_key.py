@@ -14,4 +14,4 @@ def check_wandb(config: Config) -> Finding:
     if found := login_of_wandb():
         return ok("W&B", f"online, the key is in {found}")
     remedy = "`wandb login`, set WANDB_API_KEY in the environment, or set='logging.wandb_mode=offline'"
-    return failed("W&B", "logging.wandb_mode", "online without a key", "a key of W&B", remedy)
+    return failed("secret-not-set", "W&B", "logging.wandb_mode", "online without a key", "a key of W&B", remedy)

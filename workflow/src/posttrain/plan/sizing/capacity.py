@@ -30,7 +30,9 @@ def check_declared(config: Config, needed: Storage, host_memory_gib: float) -> I
     for name, found in _needs(needed, host_memory_gib).items():
         declared = getattr(config.site, name)
         if 0 < declared < found:
-            yield Problem(f"site.{name}", _amount(name, declared), _least(name, found), REMEDIES[name])
+            yield Problem(
+                "site-too-small", f"site.{name}", _amount(name, declared), _least(name, found), REMEDIES[name]
+            )
 
 
 def check_typical(config: Config, needed: Storage, host_memory_gib: float) -> Iterator[Problem]:
@@ -47,7 +49,7 @@ def check_typical(config: Config, needed: Storage, host_memory_gib: float) -> It
         if not getattr(config.site, name) and typical < needs[name]:
             found = f"{_amount(name, typical)}, typical of {config.hardware.name}"
             remedy = f"declare what your nodes have with site.{name}; if it is too little, {REMEDIES[name]}"
-            yield Problem(f"hardware.{name}", found, _least(name, needs[name]), remedy)
+            yield Problem("site-perhaps-too-small", f"hardware.{name}", found, _least(name, needs[name]), remedy)
 
 
 def _needs(needed: Storage, host_memory_gib: float) -> dict[str, float]:

@@ -42,7 +42,13 @@ def check_export_memory(config: Config) -> Iterator[Problem]:
         if export_check_way(config) == "whole":
             remedy = "set export.check=auto"
         allowed = f"what a node's host memory of {format_bytes(there)} holds"
-        yield Problem("export.check", f"{config.export.check} takes {format_bytes(needed)}", allowed, remedy)
+        yield Problem(
+            "check-exceeds-host-memory",
+            "export.check",
+            f"{config.export.check} takes {format_bytes(needed)}",
+            allowed,
+            remedy,
+        )
 
 
 def _node_bytes(config: Config) -> float:

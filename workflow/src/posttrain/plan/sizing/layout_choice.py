@@ -135,14 +135,14 @@ def _no_layout(config: Config, pinned: Mapping[str, int]) -> Problem:
     counts = nearest_nodes(config, lambda variant: some_layout_is_valid(variant, pinned))
     nearest = ", ".join(map(str, counts)) or "none"
     allowed = f"a count for which {config.model.name} has a valid layout; the rules that fail are listed"
-    return Problem("nodes", _request(config), allowed, f"nearest that work: {nearest}")
+    return Problem("no-layout", "nodes", _request(config), allowed, f"nearest that work: {nearest}")
 
 
 def _too_large(config: Config, proposals: list[LayoutProposal], pinned: Mapping[str, int]) -> Problem:
     least = min(proposal.held_gib for proposal in proposals)
     found = f"{_request(config)}: {least:.1f} GiB of weights, gradients and optimizer state per rank at best"
     allowed = f"at most {proposals[0].capacity_gib:g} GiB per rank ({config.hardware.name})"
-    return Problem("nodes", found, allowed, requests_that_fit(config, pinned))
+    return Problem("trainer-exceeds-memory", "nodes", found, allowed, requests_that_fit(config, pinned))
 
 
 def _request(config: Config) -> str:

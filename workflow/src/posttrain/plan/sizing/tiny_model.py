@@ -21,15 +21,22 @@ def check_made(architecture: Architecture) -> Iterator[Problem]:
     """Yield what keeps an architecture from being made."""
     if architecture.model_type not in MADE:
         remedy = "only these are made here; take another model from the Hub or a folder"
-        yield Problem("model.architecture.model_type", architecture.model_type, " or ".join(MADE), remedy)
+        yield Problem(
+            "family-not-made", "model.architecture.model_type", architecture.model_type, " or ".join(MADE), remedy
+        )
     if architecture.index_topk_freq > 1:
         remedy = "the warm-up trains an indexer in each layer"
-        yield Problem("model.architecture.index_topk_freq", str(architecture.index_topk_freq), "1, to be made", remedy)
+        allowed = "1, to be made"
+        yield Problem(
+            "family-not-made", "model.architecture.index_topk_freq", str(architecture.index_topk_freq), allowed, remedy
+        )
     if architecture.vocab_size < SMALLEST_VOCABULARY:
         allowed, remedy = f"at least {SMALLEST_VOCABULARY}", "the tokenizer has that many tokens"
-        yield Problem("model.architecture.vocab_size", str(architecture.vocab_size), allowed, remedy)
+        yield Problem(
+            "vocabulary-too-small", "model.architecture.vocab_size", str(architecture.vocab_size), allowed, remedy
+        )
     count = count_parameters([*model_weights(architecture), *mtp_weights(architecture)])
     if count > MOST_PARAMETERS:
         found, allowed = f"made, with {count:,} parameters", f"made up to {MOST_PARAMETERS:,} parameters; hub; folder"
         remedy = "take the weights from the Hub or a folder, or make a smaller model (model.architecture)"
-        yield Problem("model.source.kind", found, allowed, remedy)
+        yield Problem("model-too-large-to-make", "model.source.kind", found, allowed, remedy)

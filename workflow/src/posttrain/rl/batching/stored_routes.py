@@ -17,4 +17,4 @@ def open_routes(routes: Routes) -> np.memmap:
     try:
         return np.memmap(routes.file, routes.dtype, "r", routes.offset, routes.shape)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{routes.file}: {error}") from error
+        raise CheckpointError("routes-invalid", f"{routes.file}: {error}") from error

@@ -42,7 +42,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder}: the tokenizer cannot be loaded: {error}") from error
+        raise CheckpointError("tokenizer-invalid", f"{folder}: the tokenizer cannot be loaded: {error}") from error
 
 
 class ChatTokenizer:
@@ -60,8 +60,9 @@ class ChatTokenizer:
         tokenizer = load_tokenizer(folder)
         if not tokenizer.chat_template:
             raise CheckpointError(
+                "no-chat-template",
                 f"{folder}: no chat template; expected chat_template.jinja or one in tokenizer_config.json\n"
-                "  remedy: set model.chat_template to a file with the Jinja template that the model was trained with"
+                "  remedy: set model.chat_template to a file with the Jinja template that the model was trained with",
             )
         self.tokenizer = tokenizer
         self._folder = folder
@@ -130,12 +131,12 @@ class ChatTokenizer:
                 return self._as_given(shown, tools, **options)
         except TimeoutError as error:
             told = f"{self._folder}: the chat template does not end ({error}); does it loop over `range`?"
-            raise CheckpointError(told) from error
+            raise CheckpointError("template-does-not-end", told) from error
         except Exception as error:  # a template is somebody's program: it raises what it likes
             reason = str(error) if isinstance(error, TemplateError | RowError) else f"{type(error).__name__}: {error}"
             place = self._place_of_error(messages, tools, options)
             told = f"{self._folder}: the chat template cannot be rendered{place}: {reason}"
-            raise CheckpointError(told) from error
+            raise CheckpointError("template-rejects-messages", told) from error
 
     def _as_given(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, **options: Any
@@ -205,7 +206,7 @@ class ChatTokenizer:
             "let answers begin as the template's generation prompt ends (with <think>, for example), or bring along a "
             "template that leaves answers as they are"
         )
-        return Problem(f"{self._folder}: chat template", value, allowed, remedy)
+        return Problem("answer-not-whole", f"{self._folder}: chat template", value, allowed, remedy)
 
     def decode(self, response_tokens: Sequence[int]) -> str:
         """Return the text of a response without special tokens."""
@@ -229,7 +230,9 @@ def parse_template_kwargs(words: Sequence[str]) -> dict[str, Any]:
         name, separator, text = word.partition("=")
         if not separator or not name.isidentifier() or name in DECIDED_VARIABLES:
             allowed = "NAME=VALUE of the template's own variables, such as enable_thinking=false"
-            raise ConfigError([Problem("data.chat_template_kwargs", repr(word), allowed, "correct it")])
+            raise ConfigError(
+                [Problem("not-key-value", "data.chat_template_kwargs", repr(word), allowed, "correct it")]
+            )
         try:
             found[name] = json.loads(text)
         except ValueError:
@@ -251,10 +254,14 @@ def stop_token_ids(folder: Path) -> frozenset[int]:
     # An empty list counts as missing, as in SGLang.
     ids = next((ids for ids in found if ids not in (None, [])), None)
     if ids is None:
-        raise CheckpointError(f"{folder}: neither generation_config.json nor config.json has an eos_token_id")
+        raise CheckpointError(
+            "no-stop-token", f"{folder}: neither generation_config.json nor config.json has an eos_token_id"
+        )
     ids = ids if isinstance(ids, list) else [ids]
     if not all(type(id) is int for id in ids):
-        raise CheckpointError(f"{folder}: eos_token_id is {ids!r}, expected token ids\n  remedy: correct it")
+        raise CheckpointError(
+            "stop-token-invalid", f"{folder}: eos_token_id is {ids!r}, expected token ids\n  remedy: correct it"
+        )
     return frozenset(ids)
 
 

@@ -55,4 +55,5 @@ def _prompt(prompt_id: int, row: dict[str, Any]) -> Prompt:
 
 
 def _not_ours(path: Path, value: str) -> Problem:
-    return Problem(str(path), value, "the lines that download_dataset wrote", "delete the folder, then run again")
+    remedy = "delete the folder, then run again"
+    return Problem("not-our-dataset", str(path), value, "the lines that download_dataset wrote", remedy)

@@ -138,7 +138,9 @@ def _as_many_as_asked(rows: Sequence[Row], suite: Suite, side: Side) -> Sequence
     """Return the first rows of a suite."""
     if len(rows) < max(suite.num_prompts, 1):
         allowed, remedy = f"at most {len(rows)}, for the rows of {side.name}", "lower it, or give more rows"
-        raise ConfigError([Problem("evaluation.suites: num_prompts", str(suite.num_prompts), allowed, remedy)])
+        raise ConfigError(
+            [Problem("too-few-rows", "evaluation.suites: num_prompts", str(suite.num_prompts), allowed, remedy)]
+        )
     return rows[: suite.num_prompts or None]
 
 
@@ -234,9 +236,12 @@ def _sides_of(data: Data, paths: list[str], card: str, source: HubSource) -> tup
 
 def _none_of(data: Data, file: str, split: str, source: HubSource) -> Problem:
     if file:
-        return Problem("data.train_file, data.heldout_file", repr(file), f"a file of {source}", "check the name")
+        return Problem(
+            "no-such-file", "data.train_file, data.heldout_file", repr(file), f"a file of {source}", "check the name"
+        )
     value = repr(f"{data.subset}, {split}" if data.subset else split)
-    return Problem("data.subset, data.split", value, f"a split of {source}", "see its page, or give data.train_file")
+    remedy = "see its page, or give data.train_file"
+    return Problem("no-such-split", "data.subset, data.split", value, f"a split of {source}", remedy)
 
 
 # ---- both sides ----
@@ -276,7 +281,11 @@ def split_rows(data: Data, train_side: Side, heldout_side: Side, report: Path) -
 
 def _read_sides(sides: Sequence[Side], reading: Reading, report: Path) -> list[ReadRows]:
     """Read each side and check every row."""
-    empty = [Problem("data", side.name, "files of rows", "check the pattern") for side in sides if not side.paths]
+    empty = [
+        Problem("no-such-file", "data", side.name, "files of rows", "check the pattern")
+        for side in sides
+        if not side.paths
+    ]
     raise_if_any(empty)
     read = [read_rows(side.name, side.paths, reading) for side in sides]
     wrong = [side for side in read if not side.is_right]
@@ -303,11 +312,15 @@ def _refuse_both(train: Sequence[Prompt], heldout: Sequence[Prompt]) -> None:
         more = f" and {len(both) - MAX_REPORTED_LINES} more" if len(both) > MAX_REPORTED_LINES else ""
         value = f"{len(both)} that are trained on, too: number {places}{more}"
         allowed = "no prompt that is trained on"
-        raise ConfigError([Problem("held-out prompts", value, allowed, "take them out of one of the two")])
+        raise ConfigError(
+            [Problem("heldout-is-trained-on", "held-out prompts", value, allowed, "take them out of one of the two")]
+        )
 
 
 def _require_rows(name: str, available: int, data: Data) -> None:
     if available < data.num_heldout_prompts:
         allowed = f"at most {available}, for the rows of {name}"
         remedy = "lower it, or give more rows"
-        raise ConfigError([Problem("data.num_heldout_prompts", str(data.num_heldout_prompts), allowed, remedy)])
+        raise ConfigError(
+            [Problem("too-few-rows", "data.num_heldout_prompts", str(data.num_heldout_prompts), allowed, remedy)]
+        )

@@ -90,7 +90,9 @@ def parse_key(text: str, setting: str = "data.label_key") -> Key:
             "a path such as answer, reward_model.ground_truth, messages[:-1] (all but the last), messages[-1].content "
             'or extra_info["a.b"]'
         )
-        raise ConfigError([Problem(setting, repr(text), allowed, f"correct it from character {end + 1} on")])
+        raise ConfigError(
+            [Problem("not-a-path-of-keys", setting, repr(text), allowed, f"correct it from character {end + 1} on")]
+        )
     return Key(text, tuple(parts))
 
 

@@ -48,7 +48,7 @@ def check_leak(key: str, prompts: Sequence[Prompt], most: float) -> tuple[list[P
         "the task is to find it there, set reward.max_label_in_prompt=1"
     )
     allowed = f"at most {most:.0%} more often its own than another's (reward.max_label_in_prompt)"
-    problem = Problem(key, value, allowed, remedy)
+    problem = Problem("label-in-prompt", key, value, allowed, remedy)
     return ([problem], []) if excess > most and len(inside) >= MIN_ROWS else ([], [problem])
 
 

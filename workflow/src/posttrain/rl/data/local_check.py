@@ -66,7 +66,8 @@ def _check_files(section: str, data: Data, reading: Reading, must_exist: bool) -
     for pattern in dict.fromkeys([data.train_file, data.heldout_file or data.train_file]):
         paths = [path for path in files_of(pattern) if path.exists()]
         if not paths and must_exist and pattern:
-            yield Problem(f"{section}: data files", repr(pattern), "files of rows", "check the path or the pattern")
+            remedy = "check the path or the pattern"
+            yield Problem("no-such-file", f"{section}: data files", repr(pattern), "files of rows", remedy)
         paths = [path for path in paths if _is_quickly_read(path)]
         if paths:
             yield from _check_rows(pattern, paths[:NUM_FILES], reading)

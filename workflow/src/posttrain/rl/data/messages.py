@@ -213,7 +213,9 @@ class PromptTemplate:
         slots = {found[1] for found in _SLOT.finditer(text) if found[1]}
         if needed not in slots:
             remedy = f"put {{{needed}}} where the {needed} belongs"
-            raise ConfigError([Problem(setting, repr(text), f"a text with {{{needed}}}", remedy)])
+            raise ConfigError(
+                [Problem("placeholder-missing", setting, repr(text), f"a text with {{{needed}}}", remedy)]
+            )
         self._keys: Mapping[str, Key] = {slot: parse_key(slot, setting) for slot in slots if slot != needed}
 
     @property

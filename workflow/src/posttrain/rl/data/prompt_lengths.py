@@ -53,13 +53,17 @@ def check_lengths(found: PromptLengths, rollout: Rollout) -> tuple[list[Problem]
     key, allowed = "rollout.max_prompt_tokens", "as many as the longest prompt has"
     if rollout.overlong_prompts == "refuse":
         remedy = "raise it, or leave such prompts out with rollout.overlong_prompts=drop"
-        return [Problem(key, value, allowed, remedy)], []
+        return [Problem("prompts-too-long", key, value, allowed, remedy)], []
     left = Counter(prompt.source for prompt in found.prompts if prompt.prompt_id not in longer)
     empty = sorted({prompt.source for prompt in found.prompts} - left.keys())
     if empty:
         of = f" of {', '.join(empty)}" if any(empty) else ""
-        return [Problem(key, f"{value}: none{of} is left", allowed, "raise it, or mend the prompts")], []
-    return [], [Problem(key, value, allowed, "they are not trained on: rollout.overlong_prompts=drop")]
+        return [
+            Problem("prompts-too-long", key, f"{value}: none{of} is left", allowed, "raise it, or mend the prompts")
+        ], []
+    return [], [
+        Problem("prompts-left-out", key, value, allowed, "they are not trained on: rollout.overlong_prompts=drop")
+    ]
 
 
 def read_left_out(data_check: Path) -> frozenset[int]:

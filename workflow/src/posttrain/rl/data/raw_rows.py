@@ -115,14 +115,16 @@ def read_raw(path: Path, left_out: Collection[str] = ()) -> Iterator[RawRow]:
     # Includes pyarrow's errors.
     except (OSError, EOFError, ValueError, NotImplementedError, csv.Error) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError([Problem("data", str(path), f"a readable {_READABLE[2:]}", f"check it: {reason}")]) from error
+        raise ConfigError(
+            [Problem("data-unreadable", "data", str(path), f"a readable {_READABLE[2:]}", f"check it: {reason}")]
+        ) from error
 
 
 def _reader_of(path: Path) -> Callable[[Path, Collection[str]], Iterator[RawRow]]:
     with path.open("rb") as file:
         head = file.read(64)
     if found := next((told for magic, told in _OTHERS.items() if head.startswith(magic)), None):
-        raise ConfigError([Problem("data", f"{path}, {found[0]}", _READABLE, found[1])])
+        raise ConfigError([Problem("data-unreadable", "data", f"{path}, {found[0]}", _READABLE, found[1])])
     if head.startswith(_PARQUET) or path.suffix == ".parquet":
         return _parquet_rows
     return _table_rows if path.name.endswith(TABLE_SUFFIXES) else _json_rows
@@ -150,12 +152,20 @@ class _Decoded:
         if self._total > self.limit:
             value = f"{self._size:,} bytes that decode to more than {self.limit:,}"
             remedy = "if it is what you expect, write it as JSON lines without compression"
-            raise ConfigError([Problem(str(self._path), value, "a file that fits into memory when decoded", remedy)])
+            raise ConfigError(
+                [Problem("file-too-large", str(self._path), value, "a file that fits into memory when decoded", remedy)]
+            )
 
 
 def _too_long(path: Path, place: str) -> ConfigError:
     value = f"more than {MAX_ROW_BYTES:,} bytes in one row"
-    return ConfigError([Problem(f"{path}, {place}", value, f"at most {MAX_ROW_BYTES:,} bytes", "shorten or remove it")])
+    return ConfigError(
+        [
+            Problem(
+                "row-too-large", f"{path}, {place}", value, f"at most {MAX_ROW_BYTES:,} bytes", "shorten or remove it"
+            )
+        ]
+    )
 
 
 def _open(path: Path) -> BinaryIO:
@@ -265,9 +275,11 @@ def _check_header(path: Path, names: Sequence[str], delimiter: str) -> None:
     key, remedy = f"{path}, line 1", "correct the header"
     if len(names) == 1 and (other := next((one for one in ";\t," if one in names[0]), "")):
         remedy = f"separate the cells by {delimiter!r}, not by {other!r}"
-        raise ConfigError([Problem(key, repr(names[0]), allowed, remedy)])
+        raise ConfigError([Problem("header-not-columns", key, repr(names[0]), allowed, remedy)])
     if wrong := [name for name in names if not name.strip() or names.count(name) > 1]:
-        raise ConfigError([Problem(key, f"the names {list(names)}, of which {wrong[0]!r}", allowed, remedy)])
+        raise ConfigError(
+            [Problem("header-not-columns", key, f"the names {list(names)}, of which {wrong[0]!r}", allowed, remedy)]
+        )
 
 
 # ---- parquet ----

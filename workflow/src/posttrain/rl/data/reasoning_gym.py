@@ -51,7 +51,8 @@ def generate_rows(data: Data, reading: Reading) -> tuple[list[Row], list[Row]]:
         if not isinstance(row, Row):
             reason = row if isinstance(row, str) else f"{row.place}: {row.reason}"
             remedy = "take another task: rows without an answer cannot be checked before training"
-            raise ConfigError([Problem("data.task", data.task, f"a task whose rows have an answer ({reason})", remedy)])
+            allowed = f"a task whose rows have an answer ({reason})"
+            raise ConfigError([Problem("task-without-answers", "data.task", data.task, allowed, remedy)])
         # A text of one side would be messages on the other, where a template is put around them.
         sides[is_held_out].append(dataclasses.replace(row, is_text=False))
     return sides
@@ -96,4 +97,4 @@ def _too_few(data: Data, missing: Sequence[int], draws: int) -> Problem:
         key=lambda one: one[2],
     )
     allowed = f"at most {asked - more}: {draws:,} rows of {data.task} have no more questions that differ"
-    return Problem(key, str(asked), allowed, "ask for fewer, or widen data.task_parameters")
+    return Problem("too-few-questions", key, str(asked), allowed, "ask for fewer, or widen data.task_parameters")

@@ -36,7 +36,7 @@ def _generation_prompt(chat: ChatTokenizer, folder: Path, prompts: Sequence[Prom
         if chat.render(prompt.messages) == chat.render(prompt.messages, generation_prompt=False):
             allowed = "one that ends with the begin of the assistant's turn where add_generation_prompt is set"
             remedy = "the model is not told that it is its turn: take the chat template of the model's authors"
-            yield Problem(f"{folder}: chat template", "no generation prompt", allowed, remedy)
+            yield Problem("no-generation-prompt", f"{folder}: chat template", "no generation prompt", allowed, remedy)
 
 
 def _doubled_tokens(chat: ChatTokenizer, folder: Path, prompts: Sequence[Prompt]) -> Iterator[Problem]:
@@ -51,7 +51,7 @@ def _doubled_tokens(chat: ChatTokenizer, folder: Path, prompts: Sequence[Prompt]
         text = chat.tokenizer.decode([token])
         value = f"{text!r} twice in a row in {count} of {len(prompts)} prompts"
         remedy = "take it out of the template, of the tokenizer's post-processor, or of the prompts' texts"
-        yield Problem(f"{folder}: {names[token]} token", value, "once", remedy)
+        yield Problem("token-doubled", f"{folder}: {names[token]} token", value, "once", remedy)
 
 
 def _stop_tokens(chat: ChatTokenizer, folder: Path) -> Iterator[Problem]:
@@ -60,12 +60,14 @@ def _stop_tokens(chat: ChatTokenizer, folder: Path) -> Iterator[Problem]:
     if unknown := [token for token in stops if not 0 <= token < known]:
         value = f"{unknown} of {stops}"
         remedy = "the model cannot end a response by them: correct generation_config.json or config.json"
-        yield Problem(f"{folder}: eos_token_id", value, f"tokens of the tokenizer, below {known}", remedy)
+        yield Problem(
+            "stop-token-unknown", f"{folder}: eos_token_id", value, f"tokens of the tokenizer, below {known}", remedy
+        )
     end = chat.tokenizer.eos_token_id
     if end is not None and end not in stops:
         value = f"{stops}, without the tokenizer's own {end} ({chat.tokenizer.eos_token!r})"
         remedy = "where the chat template ends a turn by it, add it to generation_config.json"
-        yield Problem(f"{folder}: eos_token_id", value, "the tokens that end a response", remedy)
+        yield Problem("stop-token-missing", f"{folder}: eos_token_id", value, "the tokens that end a response", remedy)
 
 
 def _end_of_turn(chat: ChatTokenizer, folder: Path) -> Iterator[Problem]:
@@ -87,4 +89,4 @@ def _end_of_turn(chat: ChatTokenizer, folder: Path) -> Iterator[Problem]:
             "a model that ends its answers so would fill the response limit: add the token to eos_token_id in the "
             "checkpoint's generation_config.json, or set model.chat_template to one that ends with a stop token"
         )
-        yield Problem(f"{folder}: chat template", value, allowed, remedy)
+        yield Problem("turn-never-ends", f"{folder}: chat template", value, allowed, remedy)

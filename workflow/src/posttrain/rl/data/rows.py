@@ -168,12 +168,14 @@ def form_of(rows: Sequence[Mapping[str, Any]], reading: Reading, name: str) -> F
     if rows and known is None and not (has_prompt and (has_label or not needs_label)):
         columns = ", ".join(dict.fromkeys(column for row in rows for column in row)) or "none"
         allowed = f"columns of a known form: {', '.join(form.name for form in FORMS)}"
-        raise ConfigError([Problem(name, f"columns {columns}", allowed, _keys_for(rows))])
+        raise ConfigError([Problem("unknown-columns", name, f"columns {columns}", allowed, _keys_for(rows))])
     own = OWN if needs_label else dataclasses.replace(OWN, label="")
     form = _with_keys(known or own, rows, reading)
     if reading.needs_label and not form.label and not form.is_dialogue:
         remedy = "set data.label_key"
-        raise ConfigError([Problem(name, f"{form.name}, a form without labels", "a column with the label", remedy)])
+        raise ConfigError(
+            [Problem("label-missing", name, f"{form.name}, a form without labels", "a column with the label", remedy)]
+        )
     return form
 
 
@@ -232,7 +234,7 @@ def describe_bad_rows(found: ReadRows, report: Path | None = None, most_told: in
     other = sorted({row.remedy for row in bad} - {""})
     general = [] if any("prompt_key" in one for one in other) else ["set data.prompt_key and data.label_key"]
     remedy = ", or ".join(["correct these lines", *other, *general])
-    return Problem(found.name, value, allowed, remedy)
+    return Problem("rows-invalid", found.name, value, allowed, remedy)
 
 
 class RowReader:

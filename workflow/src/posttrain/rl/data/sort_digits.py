@@ -83,6 +83,7 @@ def _check_counts(num_digits: int, num_train: int, num_heldout: int) -> None:
     raise_if_any(
         [
             Problem(
+                "too-few-numbers",
                 name,
                 str(wanted),
                 f"at most {limit}: there are {10**num_digits} numbers of {num_digits} digits, one in "

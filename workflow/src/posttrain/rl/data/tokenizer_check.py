@@ -45,7 +45,7 @@ def check_tokenizer(folder: Path, vocab_size: int) -> list[Problem]:
             f"files that are read, and render a short conversation, in {SECONDS:g} s and {NUM_BYTES / 2**30:g} GiB"
         )
         remedy = f"{_REMEDY}, or model.chat_template to a file, whichever it is"
-        return [Problem("tokenizer", f"{_names(folder)}: {error}", allowed, remedy)]
+        return [Problem("tokenizer-too-slow", "tokenizer", f"{_names(folder)}: {error}", allowed, remedy)]
 
 
 def _problems(folder: Path, vocab_size: int) -> Iterator[Problem]:
@@ -57,7 +57,8 @@ def _problems(folder: Path, vocab_size: int) -> Iterator[Problem]:
     # Whatever the library makes of the files is a problem of theirs; its panics are no `Exception`.
     except BaseException as error:
         value = f"{_names(folder)}: {type(error).__name__}: {error}"
-        yield Problem("tokenizer", value, "a tokenizer that loads without code of its own, and reads texts", _REMEDY)
+        allowed = "a tokenizer that loads without code of its own, and reads texts"
+        yield Problem("tokenizer-unloadable", "tokenizer", value, allowed, _REMEDY)
         return
     yield from problems
     if tokenizer.chat_template:
@@ -70,10 +71,12 @@ def _check_encoding(tokenizer: PreTrainedTokenizerBase, folder: Path, vocab_size
         differing = [text for text in PROBES if tokenizer.encode(text, add_special_tokens=False) != _plain(plain, text)]
         if differing:
             value = f"{type(tokenizer).__name__}, which encodes {differing[0]!r} differently"
-            yield Problem(f"{TOKENIZER_CONFIG}: tokenizer_class", value, f"a class that obeys {TOKENIZER}", _REMEDY)
+            allowed = f"a class that obeys {TOKENIZER}"
+            yield Problem("tokenizer-ambiguous", f"{TOKENIZER_CONFIG}: tokenizer_class", value, allowed, _REMEDY)
     largest = max(tokenizer.get_vocab().values(), default=0)
     if largest >= vocab_size:
-        yield Problem("tokenizer", f"token id {largest}", f"ids below {vocab_size} (vocab_size)", _REMEDY)
+        allowed = f"ids below {vocab_size} (vocab_size)"
+        yield Problem("token-id-outside-vocabulary", "tokenizer", f"token id {largest}", allowed, _REMEDY)
 
 
 def _check_template(tokenizer: PreTrainedTokenizerBase) -> Iterator[Problem]:
@@ -82,7 +85,7 @@ def _check_template(tokenizer: PreTrainedTokenizerBase) -> Iterator[Problem]:
         text = str(tokenizer.apply_chat_template(CONVERSATION, tokenize=False, add_generation_prompt=True))
     except (SecurityError, TemplateSyntaxError) as error:
         allowed = "a template of Jinja that stays in its sandbox"
-        yield Problem("chat template", f"{type(error).__name__}: {error}", allowed, remedy)
+        yield Problem("template-fails", "chat template", f"{type(error).__name__}: {error}", allowed, remedy)
     except MemoryError:
         raise
     except Exception as error:  # a template is somebody's program; it may take no such conversation
@@ -90,7 +93,7 @@ def _check_template(tokenizer: PreTrainedTokenizerBase) -> Iterator[Problem]:
     else:
         if len(text) > MOST_CHARACTERS:
             value, allowed = f"{len(text):,} characters for one message", f"at most {MOST_CHARACTERS:,}"
-            yield Problem("chat template", value, allowed, remedy)
+            yield Problem("template-endless", "chat template", value, allowed, remedy)
 
 
 def _names(folder: Path) -> str:

@@ -104,10 +104,12 @@ def problems_of(url: str, held: Held) -> list[Problem]:
             f"its log-probabilities are {held.difference:.3g} nats from the trainer's in the mean of {held.num_tokens} "
             f"tokens (largest {held.largest:.3g}; server {held.server_mean:.3g}, trainer {held.trainer_mean:.3g})"
         )
-        found.append(Problem(url, value, f"at most {bound:g} nats in {held.precision}", _causes(held, bound)))
+        found.append(
+            Problem("logprobs-differ", url, value, f"at most {bound:g} nats in {held.precision}", _causes(held, bound))
+        )
     if held.chat:
         remedy = "serve without a template of the server's own, from the exported folder's tokenizer and template"
-        found.append(Problem(url, held.chat, "the tokens that the model was trained with", remedy))
+        found.append(Problem("template-differs", url, held.chat, "the tokens that the model was trained with", remedy))
     return found
 
 

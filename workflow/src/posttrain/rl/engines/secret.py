@@ -30,7 +30,9 @@ def take_secret() -> str:
     secret = os.environ.pop(SECRET_VARIABLE, "")
     if not secret:
         remedy = "set it, in the environment, for the engine and for those who use it"
-        raise ConfigError([Problem(SECRET_VARIABLE, "not set", "a text that nobody else knows", remedy)])
+        raise ConfigError(
+            [Problem("secret-not-set", SECRET_VARIABLE, "not set", "a text that nobody else knows", remedy)]
+        )
     return secret
 
 

@@ -178,7 +178,7 @@ def _refusals(check: LabelCheck, config: Config) -> list[Problem]:
         value = f"{check.grader} gives full marks to {check.own:.1%} of {check.num_rows} labels as responses:{rows}"
         allowed = f"at least {reward.min_own_label:.1%} (reward.min_own_label)"
         remedy = "name the column of the answer in data.label_key, or a grader that reads such labels"
-        problems.append(Problem(key, value, allowed, remedy))
+        problems.append(Problem("label-not-accepted", key, value, allowed, remedy))
     if check.other is not None and check.other > reward.max_other_label:
         rows = "".join(
             f"\n        row {row['row']}: {label_text(row['other'])!r:.60} for {label_text(row['label'])!r:.60}"
@@ -186,7 +186,9 @@ def _refusals(check: LabelCheck, config: Config) -> list[Problem]:
         )
         value = f"{check.grader} gives full marks to {check.other:.1%} of labels of other rows:{rows}"
         allowed = f"at most {reward.max_other_label:.1%} (reward.max_other_label)"
-        problems.append(Problem(key, value, allowed, "choose a grader that tells these labels apart"))
+        problems.append(
+            Problem("other-label-accepted", key, value, allowed, "choose a grader that tells these labels apart")
+        )
     return problems
 
 
@@ -203,7 +205,9 @@ def _overlaps(train: Sequence[Prompt], heldout: Sequence[Prompt], measured: Sequ
             pairs = ", ".join(f"{one.place + 1} with {one.trained + 1}" for one in of_suite[:NUM_ROWS_TOLD])
             value = f"{len(of_suite)} of {len(texts)} evaluation prompts share {NUM_WORDS} words in a row: {pairs}"
             remedy = "a model may know their answers from training: leave them out of one of the two"
-            problems.append(Problem(f"data: {suite}", value, "none that is trained on", remedy))
+            problems.append(
+                Problem("evaluation-is-trained-on", f"data: {suite}", value, "none that is trained on", remedy)
+            )
     return problems
 
 
@@ -216,13 +220,14 @@ def _failing_graders(config: Config, verdicts: Sequence[ShownVerdict]) -> list[P
             told = "".join(f"\n        {reason}" for reason in dict.fromkeys(one.failures))
             value = f"{one.grader} failed for {len(one.failures)} of {one.num_tried} responses:{told}"
             allowed = f"at most {most:.1%} (reward.max_failure_share)"
-            problems.append(Problem(key, value, allowed, "mend the grader, or what it is asked at"))
+            problems.append(Problem("grader-fails", key, value, allowed, "mend the grader, or what it is asked at"))
     return problems
 
 
 def _one_value(checks: Sequence[LabelCheck | ShownVerdict]) -> list[Problem]:
     return [
         Problem(
+            "reward-constant",
             "data.reward",
             f"{check.grader} gave one score to every response that was tried",
             "a reward that tells right from wrong",

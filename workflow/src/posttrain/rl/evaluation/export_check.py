@@ -87,7 +87,7 @@ def _stale_copies(reader: CheckpointReader, model: Model) -> Iterator[Problem]:
     for copy, copied in differing.items():
         if copy == "lm_head.weight" or model.patch.copies != KEEP:
             value = f"differs from {copied} (in {reader.file_of(copy)} and {reader.file_of(copied)})"
-            yield Problem(f"{reader.folder}: {copy}", value, f"the values of {copied}", _REMEDY)
+            yield Problem("copy-differs", f"{reader.folder}: {copy}", value, f"the values of {copied}", _REMEDY)
 
 
 def _wrongly_loaded(folder: Path, loading: Loading) -> Iterator[Problem]:
@@ -95,7 +95,7 @@ def _wrongly_loaded(folder: Path, loading: Loading) -> Iterator[Problem]:
         shown = "\n        ".join(lines[:MOST_LINES])
         more = f"\n        and {len(lines) - MOST_LINES} more" if len(lines) > MOST_LINES else ""
         value = f"transformers does not load {len(lines)} tensors as they are:\n        {shown}{more}"
-        yield Problem(str(folder), value, "each tensor of the model, and no other", _REMEDY)
+        yield Problem("tensors-not-loaded", str(folder), value, "each tensor of the model, and no other", _REMEDY)
 
 
 def _far(folder: Path, canary: ReferenceLogprobs, held: Held) -> Problem:
@@ -104,4 +104,4 @@ def _far(folder: Path, canary: ReferenceLogprobs, held: Held) -> Problem:
         f"mean of {held.num_tokens} tokens (largest {held.largest:.3g}; transformers {held.server_mean:.3g}, trainer "
         f"{held.trainer_mean:.3g})"
     )
-    return Problem(str(folder), value, f"at most {BOUND:g} nats", _REMEDY)
+    return Problem("logprobs-differ", str(folder), value, f"at most {BOUND:g} nats", _REMEDY)

@@ -71,7 +71,7 @@ def _not_rendered(name: str, wrong: Sequence[str], num_prompts: int) -> Problem:
     more = f"\n        and {len(wrong) - NUM_NAMED} more" if len(wrong) > NUM_NAMED else ""
     value = f"{len(wrong)} of {num_prompts} rows that the chat template does not take:{rows}{more}"
     remedy = "correct these rows, or set model.chat_template to a template that takes them"
-    return Problem(name, value, "messages and tools as the template reads them", remedy)
+    return Problem("rows-not-rendered", name, value, "messages and tools as the template reads them", remedy)
 
 
 def check_prompts(
@@ -112,7 +112,15 @@ def _unread(
     if not lost:
         return []
     remedy = "set model.chat_template to a template that shows them, or rename or remove them"
-    return [Problem("prompts", "\n        ".join(["", *lost]), "fields that the chat template shows", remedy)]
+    return [
+        Problem(
+            "fields-not-rendered",
+            "prompts",
+            "\n        ".join(["", *lost]),
+            "fields that the chat template shows",
+            remedy,
+        )
+    ]
 
 
 def _sides(

@@ -300,7 +300,9 @@ def _read_counts(folder: Path) -> dict[str, int]:
     common = read_common(folder)
     counts: dict[str, Any] = {name: common.get(name) for name in ("step", "optimizer_steps")}
     if not all(type(count) is int for count in counts.values()):
-        raise CheckpointError(f"{folder / COMMON_NAME}: expected whole numbers of steps and updates, found {counts}")
+        raise CheckpointError(
+            "counts-invalid", f"{folder / COMMON_NAME}: expected whole numbers of steps and updates, found {counts}"
+        )
     return counts
 
 
@@ -313,7 +315,9 @@ def _load(state: ShardedStateDict, folder: Path) -> dict[str, Any]:
     except (CheckpointingException, CheckpointException, KeyError, TypeError, ValueError, RuntimeError) as error:
         cause = _cause_of(error)
         text = f"{folder} does not fit the model: {type(cause).__name__}: {reason_of(cause)}"
-        raise CheckpointError(f"{text}\n  remedy: convert the model again, or check model.architecture") from error
+        raise CheckpointError(
+            "model-does-not-fit", f"{text}\n  remedy: convert the model again, or check model.architecture"
+        ) from error
 
 
 def _cause_of(error: BaseException) -> BaseException:
@@ -326,7 +330,7 @@ def _fill(chunks: Sequence[LogprobModel], loaded: dict[str, Any]) -> None:
     missing, unexpected = torch.nn.ModuleList(chunks).load_state_dict(loaded, strict=False)
     missing = [key for key in missing if not _is_extra_state(key)]
     if missing or unexpected:
-        raise CheckpointError(f"weights missing {missing[:5]}, unexpected {unexpected[:5]}")
+        raise CheckpointError("weights-do-not-fit", f"weights missing {missing[:5]}, unexpected {unexpected[:5]}")
 
 
 def barrier() -> None:

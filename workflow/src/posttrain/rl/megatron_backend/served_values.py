@@ -160,7 +160,9 @@ class ServedValues:
             yield name, None if whole is None else whole.view(torch.float8_e4m3fn)
             scale = self._weights.join(name, scales, self._scale_spec(name).shape, torch.float32, self._scales)
             if scale is not None and not torch.isfinite(scale).all():
-                raise CheckpointError(f"{name}: holds NaN or infinity; weights must be finite to be quantised")
+                raise CheckpointError(
+                    "values-not-finite", f"{name}: holds NaN or infinity; weights must be finite to be quantised"
+                )
             yield name + served.scale_suffix, scale
 
     @torch.no_grad()
@@ -187,9 +189,8 @@ class ServedValues:
             wrong = [name for name, magnitudes in found.items() if not magnitudes.isfinite().all()]
             names = ", ".join(wrong[:MAX_NAMED]) + (", ..." if wrong[MAX_NAMED:] else "")
             remedy = "lower optimizer.lr or optimizer.clip_grad in a fork of the last good step (fork=RUN@STEP)"
-            raise CheckpointError(
-                f"{names}: holds NaN or infinity; weights must be finite to be quantised, so nothing was sent; {remedy}"
-            )
+            words = "holds NaN or infinity; weights must be finite to be quantised, so nothing was sent"
+            raise CheckpointError("values-not-finite", f"{names}: {words}; {remedy}")
         return {name: self._of_joined(name, found) for name in found}
 
     def _of_joined(self, name: str, found: Magnitudes) -> torch.Tensor:

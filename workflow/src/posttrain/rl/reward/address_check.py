@@ -31,7 +31,9 @@ def check_addresses(config: Config) -> list[Finding]:
             continue
         if failure := asyncio.run(grader.probe()):
             value, allowed = f"{address.url}: {failure.kind}: {failure.reason}", ALLOWED[type(grader)]
-            findings.append(failed(where, f"{section}.url", value, allowed, f"start it, or correct {section}"))
+            findings.append(
+                failed("service-unusable", where, f"{section}.url", value, allowed, f"start it, or correct {section}")
+            )
         else:
             findings.append(ok(where, "answers"))
     return findings

@@ -177,14 +177,18 @@ def longest_response(config: Config, prompt_id: int, num_prompt_tokens: int) -> 
     rollout, found = config.rollout, f"prompt {prompt_id} has {num_prompt_tokens} tokens"
     if 0 < rollout.max_prompt_tokens < num_prompt_tokens:
         remedy = "raise it, or leave the prompt out of the data"
-        raise ConfigError([Problem("rollout.max_prompt_tokens", str(rollout.max_prompt_tokens), found, remedy)])
+        raise ConfigError(
+            [Problem("prompts-too-long", "rollout.max_prompt_tokens", str(rollout.max_prompt_tokens), found, remedy)]
+        )
     if rollout.overlong_samples != "cut":
         return rollout.max_response_tokens
     left = token_budget(config) - num_prompt_tokens
     if left < 1:
         key, budget = "trainer.max_tokens_per_gpu", str(config.trainer.max_tokens_per_gpu)
         allowed = f"more than a prompt with rollout.overlong_samples=cut; {found}"
-        raise ConfigError([Problem(key, budget, allowed, "raise the budget, or leave the prompt out of the data")])
+        raise ConfigError(
+            [Problem("prompts-too-long", key, budget, allowed, "raise the budget, or leave the prompt out of the data")]
+        )
     return min(rollout.max_response_tokens, left)
 
 

@@ -49,7 +49,7 @@ class OfflineResponses:
         value = f"{len(wrong)} of {len(self._prompts)} rows, the first number {wrong[0] + 1}, have another label"
         allowed = "a label that is the response: a text, or one message of the assistant"
         remedy = "mend these rows, or name the responses' column with data.response_key"
-        return [Problem("data.label_key", value, allowed, remedy)]
+        return [Problem("label-missing", "data.label_key", value, allowed, remedy)]
 
     def _has_answer(self, prompt: Prompt) -> bool:
         try:

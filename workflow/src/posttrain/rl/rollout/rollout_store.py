@@ -45,7 +45,9 @@ class RolloutStore:
             groups = [SampleGroup.from_dict(row) for row in store.read_json(path)]
             return [_with_routes(group, path.parent) for group in groups]
         except (ValueError, KeyError, TypeError, CheckpointError) as error:
-            raise CheckpointError(f"{path}: not a rollout ({error}); delete it and run again") from error
+            raise CheckpointError(
+                "rollout-invalid", f"{path}: not a rollout ({error}); delete it and run again"
+            ) from error
 
     def read_step(self, step: int, num_groups: int) -> list[SampleGroup]:
         """Return all groups of a step.
@@ -58,7 +60,9 @@ class RolloutStore:
         groups = [group for chunk in chunks for group in chunk]
         if len(groups) != num_groups:
             remedy = "logging.keep_rollouts=true keeps those of steps to come"
-            raise CheckpointError(f"{folder}: {len(groups)} of {num_groups} groups are there; {remedy}")
+            raise CheckpointError(
+                "rollout-incomplete", f"{folder}: {len(groups)} of {num_groups} groups are there; {remedy}"
+            )
         return groups
 
     def write(self, step: int, chunk: int, groups: list[SampleGroup]) -> None:

@@ -48,7 +48,17 @@ def read_pass(config: Config, name: str, tokenizer: ChatTokenizer, folder: Path)
     if not samples:
         allowed = f"at most {longest}, the longest of {num_short} conversations in {folder}"
         remedy = "lower it, or give longer conversations"
-        raise ConfigError([Problem(f"serving.passes.{name}.min_tokens", str(wanted.min_tokens), allowed, remedy)])
+        raise ConfigError(
+            [
+                Problem(
+                    "conversations-too-short",
+                    f"serving.passes.{name}.min_tokens",
+                    str(wanted.min_tokens),
+                    allowed,
+                    remedy,
+                )
+            ]
+        )
     return Read(samples, num_short)
 
 

@@ -103,7 +103,9 @@ class CheckpointFolder:
         folder = self.path(step)
         if found := _compare(folder, rank, num_ranks, content=True):
             listed, remedy = "\n  ".join(found), f"rm -r {folder}, and training goes on from the checkpoint before"
-            raise CheckpointError(f"{folder} is not what was written:\n  {listed}\n  remedy: {remedy}")
+            raise CheckpointError(
+                "manifest-mismatch", f"{folder} is not what was written:\n  {listed}\n  remedy: {remedy}"
+            )
 
     def commit(self, step: int) -> None:
         """Make the checkpoint visible, and delete all but the newest `keep`.
@@ -136,7 +138,9 @@ def read_begun_from(folder: Path) -> dict[str, str]:
     try:
         return dict(store.read_json(path))
     except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error}); restore it, or begin a new run") from error
+        raise CheckpointError(
+            "checkpoint-unreadable", f"{path}: cannot be read ({error}); restore it, or begin a new run"
+        ) from error
 
 
 def committed_checkpoints(folder: Path) -> list[tuple[int, Path]]:

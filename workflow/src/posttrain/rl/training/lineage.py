@@ -71,14 +71,17 @@ def _other_parent(paths: Paths) -> Iterator[Problem]:
     begun = f"{last['run']}@{last['step']}"
     if begun != paths.resolved.fork:
         remedy = "give that one, or another name with --config run=..."
-        yield Problem("fork", paths.resolved.fork, f"{begun}, from which {paths.run.name} was forked", remedy)
+        allowed = f"{begun}, from which {paths.run.name} was forked"
+        yield Problem("fork-of-another-run", "fork", paths.resolved.fork, allowed, remedy)
 
 
 def _no_such_run(paths: Paths, parent: Paths) -> Problem:
     results = parent.run.parent
     known = sorted(path.parent.name for path in results.glob(f"*/{parent.config.name}"))
     remedy = did_you_mean(parent.run.name, known) or "`snakemake status --cores 1` shows all runs"
-    return Problem("fork", paths.resolved.fork, ", ".join(known) or f"a run in {results}, which has none", remedy)
+    return Problem(
+        "no-such-run", "fork", paths.resolved.fork, ", ".join(known) or f"a run in {results}, which has none", remedy
+    )
 
 
 def _begun_otherwise(paths: Paths) -> Iterator[Problem]:
@@ -87,7 +90,7 @@ def _begun_otherwise(paths: Paths) -> Iterator[Problem]:
     if own:
         allowed = f"a run that has not begun; {paths.run.name} has checkpoints of its own (step {own[-1]})"
         remedy = "give another name with --config run=..., or leave fork= out"
-        yield Problem("fork", paths.resolved.fork, allowed, remedy)
+        yield Problem("fork-has-begun", "fork", paths.resolved.fork, allowed, remedy)
 
 
 def _bad_checkpoint(paths: Paths) -> Iterator[Problem]:
@@ -96,20 +99,25 @@ def _bad_checkpoint(paths: Paths) -> Iterator[Problem]:
     if step not in committed:
         steps = ", ".join(map(str, committed)) or "none yet"
         remedy = "choose one of these steps; trainer.keep_checkpoints decides how many are kept"
-        yield Problem("fork", paths.resolved.fork, f"a step whose checkpoint {parent.run.name} has: {steps}", remedy)
+        allowed = f"a step whose checkpoint {parent.run.name} has: {steps}"
+        yield Problem("no-such-step", "fork", paths.resolved.fork, allowed, remedy)
     elif found := check_sizes(committed[step]):
-        yield Problem("fork", paths.resolved.fork, "a whole checkpoint", f"take another step: {'; '.join(found)}")
+        remedy = f"take another step: {'; '.join(found)}"
+        yield Problem("checkpoint-damaged", "fork", paths.resolved.fork, "a whole checkpoint", remedy)
 
 
 def _unlike_parent(paths: Paths) -> Iterator[Problem]:
     parent, step = parent_of(paths)
     for key, (old, new) in changed_values(paths).items():
         if key.startswith("model."):
-            yield Problem(key, repr(new), f"{old!r}, as in {parent.run.name}", "a fork has its parent's model")
+            remedy = "a fork has its parent's model"
+            yield Problem("fork-changes-model", key, repr(new), f"{old!r}, as in {parent.run.name}", remedy)
     precision = paths.resolved.config.trainer.params_dtype
     old = leaves_of(read_yaml(parent.config)).get(PRECISION)
     if old != precision:
-        yield Problem(PRECISION, precision, f"{old}, as in {parent.run.name}", f"set='{PRECISION}={old}'")
+        remedy = f"set='{PRECISION}={old}'"
+        yield Problem("fork-changes-precision", PRECISION, precision, f"{old}, as in {parent.run.name}", remedy)
     num_steps = paths.resolved.config.training.num_steps
     if num_steps <= step:
-        yield Problem("training.num_steps", str(num_steps), f"more than {step}", "they are counted from the first")
+        remedy = "they are counted from the first"
+        yield Problem("fork-has-ended", "training.num_steps", str(num_steps), f"more than {step}", remedy)

@@ -172,7 +172,7 @@ def untrained(
     of_drafts = [name for name in missing if (layer_of(name) or 0) >= num_layers]
     if unknown := sorted({*missing} - {*of_drafts}):
         words = f"engines started without weights, and the trainer does not have {listed(unknown)}"
-        raise CheckpointError(f"{folder}: {words}")
+        raise CheckpointError("served-weights-differ", f"{folder}: {words}")
     checkpoint = CheckpointReader(folder)
     return ((name, checkpoint.tensor(name)) for name in of_drafts if drafts)
 

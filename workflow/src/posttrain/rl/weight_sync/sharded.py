@@ -113,7 +113,7 @@ class ShardedTransfer:
         magnitudes, digests = self._values.agreed_magnitudes(), begin_digests() if begin_digests else None
         asked = client.ask_ranks("receive", may_repeat=False) if client else None
         if not all(self._on_every_rank(lambda: self._send_beside(asked, magnitudes, digests))):
-            raise CheckpointError("weights hold NaN or infinity; they must be finite to be served")
+            raise CheckpointError("values-not-finite", "weights hold NaN or infinity; they must be finite to be served")
         if client:
             for bucket in besides:
                 self._engine_shards.runner.run(client.send_bucket(bucket))

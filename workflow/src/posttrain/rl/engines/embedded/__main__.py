@@ -95,7 +95,9 @@ def _listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), backlog=1024)
     except OSError as error:
         remedy = "choose another port, or end what listens there"
-        problem = Problem("--port", f"{port} on {host} ({os.strerror(error.errno or 0)})", "a free port", remedy)
+        problem = Problem(
+            "port-in-use", "--port", f"{port} on {host} ({os.strerror(error.errno or 0)})", "a free port", remedy
+        )
         raise ConfigError([problem]) from error
 
 

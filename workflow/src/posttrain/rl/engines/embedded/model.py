@@ -98,9 +98,11 @@ def fill_from_folder(update: WeightUpdate, folder: Path) -> None:
             update.add(bundle)
         update.require_complete()
     except WeightError as error:
-        raise CheckpointError(f"{folder}: {error}") from error
+        raise CheckpointError("model-not-loadable", f"{folder}: {error}") from error
     except CheckpointError as error:
-        raise CheckpointError(f"{error}\n  remedy: make the folder again, or fetch it again") from error
+        raise CheckpointError(
+            error.code, f"{error.text}\n  remedy: make the folder again, or fetch it again"
+        ) from error
     log.info("loaded %s, %d tensors left out (MTP layers, copies)", folder, update.num_skipped)
 
 
@@ -109,7 +111,7 @@ def _config_of(folder: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(config_file.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{config_file}: cannot be read ({error})") from error
+        raise CheckpointError("model-not-loadable", f"{config_file}: cannot be read ({error})") from error
 
 
 def build_model(folder: Path, dtype: torch.dtype) -> Any:
@@ -121,7 +123,9 @@ def build_model(folder: Path, dtype: torch.dtype) -> Any:
     config_file, model_type = folder / "config.json", _config_of(folder).get("model_type")
     if model_type not in FAMILIES:
         known = ", ".join(FAMILIES)
-        raise CheckpointError(f"{config_file}: model_type {model_type!r}; the embedded engine serves {known}")
+        raise CheckpointError(
+            "family-not-served", f"{config_file}: model_type {model_type!r}; the embedded engine serves {known}"
+        )
     from transformers.initialization import no_init_weights
 
     # Import only this class: `AutoModel` imports far more.
