@@ -1,17 +1,17 @@
-# End-to-end RL post-training: the table of contents. Each include is one phase, in the order in which data flows.
+# End-to-end RL post-training. Each include is one phase, in the order of the data flow.
 import logging
 
 from snakemake.utils import min_version
 
 min_version("9.27")
-# Snakemake's own log on a full disk must not bury what the terminal shows under tracebacks; it speaks from here on.
+# Without this, tracebacks of Snakemake's own log would hide the terminal's output on a full disk.
 logging.raiseExceptions = False
 
 
-# To `snakemake --lint`, "Specify a conda environment or container for each rule": all rules share the one environment that
-# starts them (`make env`), or the site's image, which their commands enter themselves (`site.container`), as nodes do.
+# To `snakemake --lint`, "Specify a conda environment or container for each rule": all rules share the environment that
+# starts them (`make env`), or the site's image, which their commands and the nodes enter (`site.container`).
 
-# Where this file lies, also when it is a module of another workflow.
+# The folder of this file, also if it is a module of another workflow.
 CLONE = workflow.current_basedir.get_path_or_uri(secret_free=True)
 
 

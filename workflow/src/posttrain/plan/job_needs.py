@@ -1,4 +1,4 @@
-"""What each job takes: nodes, GPUs and time. Resources, messages, `plan.json`, refusals and costs all ask here."""
+"""Nodes, GPUs and time of each job, for Snakemake's resources, messages, `plan.json`, refusals and costs."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from posttrain.plan.timing.duration import Bandwidths, durations_seconds
 from posttrain.readable import DAY, HOUR, LONGEST_IN_HOURS, counted, format_bytes
 
 MINUTE = 60
-# From here on, hours say more than minutes; below ten of them, or of days, a decimal matters.
+# Longer times are in hours; below ten hours or days, with one decimal.
 LONGEST_IN_MINUTES, LONGEST_WITH_DECIMAL = 100 * MINUTE, 10
-# Rules whose jobs use GPUs; all others work with files.
+# Rules whose jobs use GPUs; all others only process files.
 TRAINING, SERVING = ("train", "preflight"), ("evaluate", "lm_eval", "benchmark_serving", "ask_precision")
-# A node that computes in FP32, a layer at a time.
+# Uses one node, which computes in FP32, one layer at a time.
 COMPARING = "compare_precisions"
-# Host memory of one node alone.
+# Uses one node's host memory.
 CHECKING = "check_export"
-# On the nodes of training that have ranks, without engines and spare nodes.
+# Uses the training nodes with ranks, without engines and spare nodes.
 CALIBRATING = "calibrate"
 
 
 @dataclass(frozen=True)
 class JobNeeds:
-    """What one job of a rule takes.
+    """Resources of one job of a rule.
 
     Args:
-        nodes: Nodes, spare ones included.
-        gpus: All GPUs of those nodes; 0 where it uses none.
-        time_limit: What it asks a scheduler for; empty: what the site gives a job unless told otherwise.
-        memory_bytes: Host memory that it takes; 0 where it is little, or another part of the plan says it.
-        seconds: What it takes by the plan; None where the planner cannot tell, or was not asked (`RuleNeeds.of`).
+        nodes: Number of nodes, including spare ones.
+        gpus: All GPUs of those nodes; 0 if the job uses none.
+        time_limit: Time limit for the scheduler; empty means the site's default.
+        memory_bytes: Host memory; 0 if it is small or another part of the plan states it.
+        seconds: Planned duration; None if it is unknown or was not computed (`RuleNeeds.of`).
     """
 
     nodes: int = 1
@@ -54,22 +54,22 @@ class JobNeeds:
 
     @property
     def resources(self) -> dict[str, Any]:
-        """The same as resources of Snakemake."""
+        """Resources for Snakemake."""
         asked = {"nodes": self.nodes, "gpus": self.gpus, "runtime": self.time_limit}
         return {name: value for name, value in asked.items() if value}
 
 
 def job_needs(config: Config, rule: str) -> JobNeeds:
-    """Return the resources of a rule's job, without its duration, which costs more to compute: `RuleNeeds.of` adds it.
+    """Return the resources of a rule's job, without its duration, which is slower to compute: `RuleNeeds.of` adds it.
 
     Example:
         GLM-5 on 16 nodes of 8 H200: 16 nodes and 128 GPUs to train; 1 node and 8 GPUs to evaluate, in FP8.
     """
     per_node = config.hardware.gpus_per_node if config.hardware.device == "cuda" else 0
     if rule in SERVING:
-        if config.evaluation.addresses:  # whose GPUs are others' affair
+        if config.evaluation.addresses:  # external engines use none of our GPUs
             return JobNeeds()
-        nodes = evaluation_nodes(config) or 1  # what nothing holds is refused
+        nodes = evaluation_nodes(config) or 1  # a model that fits nowhere is refused elsewhere
         return JobNeeds(nodes, nodes * per_node)
     if rule == COMPARING:
         return JobNeeds(1, per_node)
@@ -86,7 +86,7 @@ def job_needs(config: Config, rule: str) -> JobNeeds:
 
 
 def check_compared(config: Config) -> Iterator[Problem]:
-    """Yield why a precision cannot be served to be compared."""
+    """Yield the reasons why a precision cannot be served for the comparison."""
     if config.serving.weights == "trained" and config.engine.kind != "embedded" and config.hardware.device == "cuda":
         known = "embedded, which reads their codes as numbers; SGLang is compared in the source's precision and in FP8"
         remedy = "set serving.weights=model, or engine.kind=embedded where one GPU holds the model"
@@ -103,7 +103,7 @@ def check_compared(config: Config) -> Iterator[Problem]:
 
 
 def check_served(config: Config) -> Iterator[Problem]:
-    """Yield why evaluations cannot serve a model: no number of nodes holds it, or there is one machine alone."""
+    """Yield the reasons why evaluations cannot serve a model: it fits nowhere, or needs more than one machine."""
     nodes, machine = evaluation_nodes(config), f"{config.hardware.gpus_per_node} {config.hardware.name}"
     remedy = "ask for finalize_export_hf instead of all, and measure the export where there is room for it"
     in_fp8 = dataclasses.replace(config, evaluation=dataclasses.replace(config.evaluation, precision="fp8"))
@@ -125,12 +125,12 @@ def check_served(config: Config) -> Iterator[Problem]:
 
 
 class RuleNeeds:
-    """The rules of a configuration with what they take; computed when first asked for, and once.
+    """The rules of a configuration with their resources; computed once, on first use.
 
     Args:
         config: The resolved configuration.
         rates: Assumed bandwidths.
-        jobs_at_once: Jobs that run side by side; None where it is not known.
+        jobs_at_once: Number of jobs that run concurrently; None if unknown.
         is_fork: The run begins with another run's state.
     """
 
@@ -157,7 +157,7 @@ class RuleNeeds:
 
     @cached_property
     def seconds(self) -> dict[str, float]:
-        """`durations_seconds`: only of what the planner can tell."""
+        """Durations of the rules that the planner can predict."""
         return durations_seconds(self._config, self.storage, self.rates, self._jobs_at_once)
 
     def of(self, job: str) -> JobNeeds:
@@ -166,11 +166,11 @@ class RuleNeeds:
         return dataclasses.replace(job_needs(self._config, job.partition(" ")[0]), seconds=seconds)
 
     def plan_part(self, workflow: Mapping[str, Any], evaluations: Mapping[str, Path]) -> list[dict[str, Any]]:
-        """Return the rules as they stand in `plan.json`.
+        """Return the rules for `plan.json`.
 
         Args:
-            workflow: What the configuration was resolved from; stands in the commands.
-            evaluations: Rule name -> file, where two rules of the chain are one of the workflow.
+            workflow: The request that the configuration was resolved from; used in the commands.
+            evaluations: Rule name -> file, for two rules of the chain that are one of the workflow.
         """
         return [self._rule_part(node, workflow, evaluations.get(node.name)) for node in self.chain]
 
@@ -178,11 +178,11 @@ class RuleNeeds:
         """Return the end of a rule's message: " (16 nodes, 128 GPUs, about 30 days)".
 
         Args:
-            rule: Its name.
-            more: What else is to be said of it.
+            rule: Name of the rule.
+            more: Further items.
 
         Returns:
-            Nodes, GPUs and memory of one job; no GPUs where it uses none, no time where the planner has none.
+            Nodes, GPUs and memory of one job; GPUs are omitted if it uses none, the time if the planner has none.
         """
         needs = self.of(rule)
         words = [counted(needs.nodes, "node"), *([counted(needs.gpus, "GPU")] if needs.gpus else [])]
@@ -212,7 +212,7 @@ class RuleNeeds:
 
 
 def about(seconds: float) -> str:
-    """Return a planned duration, no finer than the plan is.
+    """Return a planned duration, rounded to the plan's precision.
 
     Example:
         3 -> "under 1 min", 1507.7 -> "about 25 min", 9000 -> "about 2.5 h", 2619841 -> "about 30 days".

@@ -1,7 +1,7 @@
-"""What the numbers of a plan rule out, and what they make doubtful.
+"""Problems and warnings that follow from a plan's numbers.
 
-The Snakefile asks for the problems while it is read, so that a dry run refuses what cannot run before anything starts;
-the plan shows the same list on its page. Layouts that would fit are looked for only when a remedy names them.
+The Snakefile checks the problems while it is parsed, so that a dry run rejects an impossible configuration before any
+job starts; the plan's page shows the same list. Fitting layouts are searched only for a remedy's text.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from posttrain.readable import counted, format_seconds
 
 
 def find_problems(config: Config) -> list[Problem]:
-    """Return what cannot run on this hardware and at this site; for a configuration that resolved."""
+    """Return the reasons why a resolved configuration cannot run on this hardware and site."""
     phases = phase_memory(_taking_turns(config))
     has_engines = uses_engines(config)
     alone = [*_check_trainer(config, phases), *(_check_engine(config) if has_engines else ())]
@@ -61,7 +61,7 @@ def find_problems(config: Config) -> list[Problem]:
         *(check_made(config.model.architecture) if config.model.source.kind == "made" else ()),
         *alone,
         *check_export_memory(config),
-        # What is too large by itself needs no second problem for the phases in which it meets the other.
+        # A part that is too large alone gets no second problem for the phases that it shares.
         *(() if alone else _check_awake(config, phases)),
         *_check_all_awake(config),
         *(_check_engine_count(config) if has_engines else ()),
@@ -74,7 +74,7 @@ def find_problems(config: Config) -> list[Problem]:
 
 
 def find_warnings(config: Config) -> list[Problem]:
-    """Return what may keep the run from working, but is not known well enough to refuse it."""
+    """Return possible problems that are not certain enough to reject the run."""
     return [
         *check_typical(config, storage(config), _host_gib(config)),
         *_check_transport(config),
@@ -85,7 +85,7 @@ def find_warnings(config: Config) -> list[Problem]:
 
 
 def _check_trainer(config: Config, phases: Sequence[PhaseMemory]) -> Iterator[Problem]:
-    # Where engines have nodes of their own, ranks have no other phase either in which to be too large.
+    # If engines have their own nodes, ranks have no other phases that could be too large.
     phase_names = ("train", "old_logprobs", "mismatch", "save")
     fullest = _fullest(phases, (*phase_names, "weight_sync") if config.engine.own_nodes else phase_names)
     if fullest.gpu_gib <= capacity_gib(config):
@@ -100,7 +100,7 @@ def _check_trainer(config: Config, phases: Sequence[PhaseMemory]) -> Iterator[Pr
 
 
 def _check_awake(config: Config, phases: Sequence[PhaseMemory]) -> Iterator[Problem]:
-    """Yield what does not fit while engines are awake, on the GPUs that they have."""
+    """Yield a problem if memory is too small while engines are awake, on their GPUs."""
     theirs, fraction = own_engine_memory(config) or phases, config.engine.mem_fraction_static
     fullest = _fullest(theirs, ("rollout", "weight_sync"))
     excess = fullest.gpu_gib - capacity_gib(config)
@@ -146,12 +146,12 @@ def _check_time_limit(config: Config) -> Iterator[Problem]:
 
 
 def _taking_turns(config: Config) -> Config:
-    """Return the configuration with engines that sleep where they run on GPUs."""
+    """Return the configuration with engines that sleep if they run on GPUs."""
     return replace(config, engine=replace(config.engine, sleep="auto"))
 
 
 def _check_all_awake(config: Config) -> Iterator[Problem]:
-    """Yield that trainer and engines do not fit at a time where neither sleeps."""
+    """Yield a problem if trainer and engines do not fit together without sleep."""
     is_apart = not uses_engines(config) or config.engine.own_nodes
     if config.hardware.device != "cuda" or is_apart or takes_turns(config):
         return
@@ -175,7 +175,7 @@ def _check_transport(config: Config) -> Iterator[Problem]:
 
 
 def _check_proof(config: Config) -> Iterator[Problem]:
-    """Yield a problem where nothing proves that engines compute with the trainer's weights."""
+    """Yield a problem if no check verifies that engines compute with the trainer's weights."""
     if uses_engines(config) and not proves_weights(config):
         found = f"{config.hardware.name}: what SGLang makes of weights after loading is not proven"
         remedy = "watch mismatch/abs_diff_mean, which would rise"
@@ -195,9 +195,9 @@ def _check_margin(config: Config) -> Iterator[Problem]:
 
 
 def _check_evaluation_share(config: Config) -> Iterator[Problem]:
-    """Yield that measuring between steps takes more of training's GPU-hours than is wanted."""
+    """Yield a problem if evaluations between steps exceed the configured share of training's GPU-hours."""
     interval, most = config.evaluation.interval, config.evaluation.max_share
-    # How long saves are waited for depends on the storage, and makes the share only smaller.
+    # The wait for saves depends on the storage, and only reduces the share.
     seconds = step_durations(config, Bandwidths().shared_storage) if interval else {}
     if not seconds:
         return
@@ -212,7 +212,7 @@ def _check_evaluation_share(config: Config) -> Iterator[Problem]:
 
 
 def _check_node_names(config: Config) -> Iterator[Problem]:
-    """Yield a problem if fewer nodes are named than train: the nodes without a name would get no copy."""
+    """Yield a problem if fewer nodes are named than train: the others would get no copy."""
     names = config.site.node_names
     if 0 < len(names) < config.nodes:
         allowed = f"{config.nodes} for as many nodes: the others read from the shared storage"
@@ -221,7 +221,7 @@ def _check_node_names(config: Config) -> Iterator[Problem]:
 
 
 def _host_gib(config: Config) -> float:
-    """Return the host memory that a node needs at its fullest, whatever runs on it."""
+    """Return the maximum host memory of a node, over all phases."""
     return max(host_gib_by_phase(config, [*phase_memory(config), *own_engine_memory(config)]).values())
 
 

@@ -1,4 +1,4 @@
-"""Whether a configuration has been rehearsed: what was written, and of which code and configuration."""
+"""The record of a rehearsal, and whether it is of the current code and configuration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def file_of(paths: Paths) -> Path:
 
 
 def digest(resolved: Resolved) -> str:
-    """Return a digest of all that a rehearsal depends on: code, Megatron's version and configuration."""
+    """Return a digest of all inputs of a rehearsal: code, Megatron's version and configuration."""
     code, root = hashlib.sha256(version("megatron-core").encode()), Path(posttrain.__file__).parents[1]
     for path in sorted(root.glob("posttrain*/**/*.py")):
         code.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
@@ -36,8 +36,8 @@ def describe_rehearsal(paths: Paths) -> dict[str, str]:
     """Return whether this code and configuration have been rehearsed.
 
     Returns:
-        "state": a few words, which the dry run adds to its line about the rule `train`; "words": a sentence that also
-        says what to do; "page": the file name of the rehearsal's HTML page, "" if there is none.
+        "state": a few words, which the dry run adds to its line about the rule `train`; "words": a sentence with the
+        recommended action; "page": the file name of the rehearsal's HTML page, "" if there is none.
     """
     file = file_of(paths)
     if paths.resolved.config.hardware.device != "cuda":

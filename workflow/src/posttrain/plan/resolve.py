@@ -1,7 +1,7 @@
-"""The configuration as a whole: layers merged and checked, a layout where no file gives one, a begun run as it began.
+"""Resolves a configuration: merges and checks layers, chooses a missing layout, and keeps a started run's form.
 
-`config` cannot import the planner, which is built on it: `config.load.merge` takes the choice of a layout as a
-function. A planner that registered itself on import would make the result depend on what was imported.
+`config` cannot import the planner, which depends on it: `config.load.merge` takes the layout choice as a function. If
+the planner registered itself on import, the result would depend on the imported modules.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from posttrain.store.source_run import with_pinned_source
 
 
 def resolve(workflow: Mapping[str, Any], config_dir: Path) -> Resolved:
-    """Resolve a configuration; where no recipe names a layout, the planner chooses it.
+    """Resolve a configuration; without a recipe, the planner chooses the layout.
 
-    A run that an older version began goes on as it began.
+    A run that an older version started keeps its form.
 
     Args:
         workflow: `config/workflow.yaml` with the user's `--config` on top.
         config_dir: The folder `config/`.
 
     Raises:
-        ConfigError: With every problem found; see `config.load.merge`, and `store.source_run`.
+        ConfigError: Lists every problem; see `config.load.merge`, and `store.source_run`.
     """
     return as_begun(with_pinned_source(merge(workflow, config_dir, choose_layout)))

@@ -1,7 +1,7 @@
-"""The workflow's chain of rules for one configuration: what runs after what, and how often.
+"""The workflow's chain of rules for one configuration, with their order and number of jobs.
 
-The Snakefile decides what runs; this is its picture, drawn by the report and the plan. A test of the workflow
-holds both against each other. What a job takes is said by `job_needs`.
+The Snakefile determines what runs; the report and the plan draw this copy. A test of the workflow compares both.
+`job_needs` has the resources of jobs.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class RuleNode:
     """One rule in the chain.
 
     Args:
-        name: Unique in the chain: the rule's name, with "before" or "after" (training) where it makes two things.
-        does: What it does, in a few words.
-        after: Names of the rules it waits for.
-        num_jobs: How many jobs of it run side by side.
+        name: Unique name: the rule's name, with "before" or "after" (training) for a rule with two jobs.
+        does: Description in a few words.
+        after: Names of the rules that it waits for.
+        num_jobs: Number of its concurrent jobs.
     """
 
     name: str
@@ -33,7 +33,7 @@ class RuleNode:
 
     @property
     def rule(self) -> str:
-        """Name of the rule, its script and its log folder."""
+        """Name of the rule, of its script and of its log folder."""
         return self.name.split(" ")[0]
 
 
@@ -42,7 +42,7 @@ def rule_chain(config: Config, is_fork: bool = False) -> list[RuleNode]:
 
     Args:
         config: The resolved configuration.
-        is_fork: The run begins with another run's state.
+        is_fork: The run starts from another run's state.
     """
     left_out = {
         "make_tiny_model": config.model.source.kind != "made",
@@ -65,7 +65,7 @@ def rule_chain(config: Config, is_fork: bool = False) -> list[RuleNode]:
 
 
 def _rules_of_weights(config: Config) -> list[RuleNode]:
-    """Return all that there may be, each with all that it may wait for."""
+    """Return all possible rules, each with all possible dependencies."""
     parts, joins, patched = config.convert.num_parts, "joins and checks the parts", ("patch_hf_config",)
     ready = ("adopt_torch_dist", "finalize_torch_dist", *_begun_with(config), *patched)
     downloaded, fetches = ("download_hf_checkpoint",), "fetches the model in parts, every file verified"
@@ -113,7 +113,7 @@ def _rules_of_a_run(config: Config) -> list[RuleNode]:
 
 
 def _begun_with(config: Config) -> tuple[str, ...]:
-    """Return what makes the files that engines begin with, where it is not the patched checkpoint."""
+    """Return the rules that make the engines' initial files, unless they are the patched checkpoint."""
     if not config.rollout.fp8:
         return ()
     return ("finalize_quantized start",) if starts_in_fp8(config) else ("finalize_quantized",)

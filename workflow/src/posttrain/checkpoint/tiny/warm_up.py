@@ -140,9 +140,9 @@ def index_scores(
     Args:
         indexer: The layer's indexer; its weights receive the gradient.
         hidden: [B, S, H], input of the attention block.
-        q_latent: First query position; earlier positions are only keys.
+        q_latent: [B, S, q_lora_rank], the normalised query latent.
         rotary: cos and sin, [B, S, rotary width] each.
-        first_query: Positions before it are keys only.
+        first_query: First query position; earlier positions are only keys.
 
     Returns:
         [B, S - first_query, S] float32, queries times keys.

@@ -1,6 +1,6 @@
-"""Settings of a process's environment that are known to break each other, or a part of the configuration.
+"""Known conflicts of environment variables with each other or with the configuration.
 
-The plan looks at what it sets itself; a rehearsal also at what the shell would hand on.
+The plan checks the variables that it sets; a rehearsal also those inherited from the shell.
 
 Each row names its source. Versions: torch 2.14.1, NCCL 2.30.7, Transformer Engine 2.20.2, NVSHMEM 3.4.5, SGLang 0.5.23.
 """
@@ -28,21 +28,21 @@ from posttrain.plan.flags.sglang_flags import environment_flags, nodes_per_engin
 
 TRAINER, ENGINE = "trainer", "engine"
 Variables = Mapping[str, str]
-# Of torch, NCCL, gloo, NVSHMEM, UCX, CUDA and Transformer Engine; what is in front of all of them; memory savers.
+# Variables of torch, NCCL, gloo, NVSHMEM, UCX, CUDA and Transformer Engine; preloaded libraries; memory savers.
 TOLD_PREFIXES = ("PYTORCH_", "TORCH_", "NCCL_", "GLOO_", "NVSHMEM_", "UCX_", "CUDA_", "NVTE_", "LD_PRELOAD", "TMS_")
 SEGMENTS = "expandable segments cannot be unmapped by a memory saver, nor shared as plain CUDA memory"
 
 
 @dataclass(frozen=True)
 class EnvConflict:
-    """Settings that do not go together.
+    """A known conflict.
 
     Args:
-        who: Processes that have them: "trainer", "engine".
-        names: Variables that make it; what they are stands in the problem.
-        is_bad: Given the configuration, the kind of process and its variables.
-        allowed: What would be right, and why.
-        source: Who says so.
+        who: Affected processes: "trainer", "engine".
+        names: Variables involved; the problem shows their values.
+        is_bad: Detects the conflict from the configuration, the kind of process and its variables.
+        allowed: The correct setting, with the reason.
+        source: Source of the rule.
     """
 
     who: tuple[str, ...]
@@ -53,9 +53,9 @@ class EnvConflict:
 
 
 def environments(config: Config) -> dict[str, list[Flag]]:
-    """Return kind of process -> its variables, as `cluster.ranks` and `rl.engines.launch_command` set them.
+    """Return kind of process -> its variables, as set by `cluster.ranks` and `rl.engines.launch_command`.
 
-    The kinds are "trainer" and "engine", or with prefill apart "engine.prefill" and "engine.decode".
+    The kinds are "trainer" and "engine", or with separate prefill "engine.prefill" and "engine.decode".
     """
     engines = {f"{ENGINE}.{role}" if len(roles(config)) > 1 else ENGINE: role for role in roles(config)}
     of_engines = {kind: environment_flags(config, role) for kind, role in engines.items()}
@@ -63,16 +63,16 @@ def environments(config: Config) -> dict[str, list[Flag]]:
 
 
 def inherited_by_all(shell: Variables) -> dict[str, str]:
-    """Return the variables of a shell that steer communication, kernels and memory of processes started from it."""
+    """Return a shell's variables that affect communication, kernels and memory of processes started from it."""
     return {name: value for name, value in started_with(shell, {}).items() if name.startswith(TOLD_PREFIXES)}
 
 
 def find_env_conflicts(config: Config, inherited: Variables | None = None) -> list[Problem]:
-    """Return the known conflicts in the environments of trainer ranks and engines on GPUs.
+    """Return the known conflicts in the environments of trainer ranks and GPU engines.
 
     Args:
         config: The resolved configuration.
-        inherited: What they get from whoever starts them, as `environment.started_with` leaves it.
+        inherited: Inherited variables, as filtered by `environment.started_with`.
     """
     if config.hardware.device != "cuda":
         return []
@@ -89,7 +89,7 @@ def find_env_conflicts(config: Config, inherited: Variables | None = None) -> li
 
 
 def _is_expandable(variables: Variables) -> bool:
-    """Tell it of the setting that torch reads: the first that is there."""
+    """Return whether the setting that torch reads, the first one present, asks for expandable segments."""
     chosen = next((variables[name] for name in ALLOCATOR_VARIABLES if name in variables), "")
     return EXPANDABLE.lower() in chosen.lower().replace(" ", "")
 

@@ -1,7 +1,7 @@
-"""Environments of trainer ranks and, what engines share with them, of engines.
+"""Environments of trainer ranks, and the part of them that engines share.
 
-What is in them besides comes from whoever starts the process, but for the settings of torch's allocator: these are
-what the plan and the site's file say, and nothing else (`started_with`).
+Other variables are inherited from the parent process, except torch's allocator settings: those come only from the plan
+and the site's file (`started_with`).
 
 Sources: torch 2.14.1, `c10/core/AllocatorConfig.h` for the names of the allocator's settings, `FlightRecorder.hpp` and
 `ProcessGroupNCCL.hpp` of `torch/csrc/distributed/c10d` for those of the flight recorder; Megatron-LM,
@@ -15,16 +15,16 @@ from collections.abc import Mapping
 from posttrain.config.schema import Config
 from posttrain.plan.flags.flag import Flag, as_environment, flag
 
-# Linux's name of the interface on which a machine talks to itself.
+# Linux's name of the loopback interface.
 LOOPBACK = "lo"
 # By default glibc returns freed memory at the end of the heap to the system, and every step faults it in again.
 KEPT_BYTES, OWN_MAPPING_BYTES = 2**28, 2**25
 # torch reads the first that is set.
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 EXPANDABLE, WORK_QUEUES = "expandable_segments:True", "CUDA_DEVICE_MAX_CONNECTIONS"
-# Collectives that a rank remembers, which is torch's own number. Its older name is what decides on the pipe.
+# Number of collectives that a rank records, torch's own default. The older variable controls the pipe.
 RECORDED_CALLS, RECORDER_VARIABLES = 2000, ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-# How torch_memory_saver gets into a process, which then can give back its memory without ending.
+# The library that torch_memory_saver preloads, so that a process can release its memory without ending.
 SAVER_LIBRARY = "torch_memory_saver"
 BLACKWELL = (10, 0)
 NO_INFINIBAND = "NCCL_IB_DISABLE"
@@ -33,12 +33,12 @@ NO_INFINIBAND = "NCCL_IB_DISABLE"
 def started_with(inherited: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a trainer rank or an engine.
 
-    The allocator's variables are not inherited: one that a user has exported for the trainer would reach the engines,
-    too, and the other way round, where it may do harm.
+    The allocator's variables are not inherited: a variable exported for the trainer would also reach the engines, and
+    vice versa, where it may do harm.
 
     Args:
-        inherited: Of the process that starts it.
-        own: What the plan says of it.
+        inherited: Environment of the parent process.
+        own: Variables from the plan.
     """
     return {name: value for name, value in inherited.items() if name not in ALLOCATOR_VARIABLES} | dict(own)
 
@@ -60,11 +60,11 @@ def thread_and_memory_environment(config: Config) -> list[Flag]:
 
 
 def trainer_environment(config: Config, num_nodes: int = 0) -> list[Flag]:
-    """Return the variables that every trainer rank gets besides its place among the ranks.
+    """Return the variables of every trainer rank, without those of its position among the ranks.
 
     Args:
         config: The resolved configuration.
-        num_nodes: That the ranks are on; 0: as many as the configuration says.
+        num_nodes: Number of nodes with ranks; 0 means the configuration's.
     """
     return [
         *thread_and_memory_environment(config),
@@ -75,7 +75,7 @@ def trainer_environment(config: Config, num_nodes: int = 0) -> list[Flag]:
 
 
 def network_flags(config: Config, num_nodes: int) -> list[Flag]:
-    """Return the interface over which ranks on so many nodes talk to each other, where it is known."""
+    """Return the network interface between ranks on `num_nodes` nodes, if it is known."""
     interface, key = (
         (LOOPBACK, "nodes") if num_nodes == 1 else (config.site.network_interface, "site.network_interface")
     )
@@ -83,7 +83,7 @@ def network_flags(config: Config, num_nodes: int) -> list[Flag]:
 
 
 def site_environment(config: Config, key: str) -> list[Flag]:
-    """Return the variables that a site sets.
+    """Return the variables from the site's file.
 
     Args:
         config: The resolved configuration.
@@ -94,11 +94,11 @@ def site_environment(config: Config, key: str) -> list[Flag]:
 
 
 def hardware_environment(config: Config, is_alone: bool) -> list[Flag]:
-    """Return the variables that the hardware's file sets for engines.
+    """Return the variables from the hardware's file for engines.
 
     Args:
         config: The resolved configuration.
-        is_alone: An engine has no other node to talk to; between nodes InfiniBand is the way.
+        is_alone: The engine is on a single node; between nodes InfiniBand is required.
     """
     pairs = (item.partition("=") for item in config.hardware.kernels.environment)
     key = "hardware.kernels.environment"
@@ -106,20 +106,20 @@ def hardware_environment(config: Config, is_alone: bool) -> list[Flag]:
 
 
 def needs_one_queue(config: Config) -> bool:
-    """Return whether CUDA must start kernels in the order of their calls, which Blackwell does by itself."""
+    """Return whether CUDA must launch kernels in call order, which Blackwell does by default."""
     parallel = config.parallel
     overlaps = parallel.tensor_model_parallel_size > 1 or parallel.context_parallel_size > 1
     return _on_cuda(config) and overlaps and capability(config) < BLACKWELL
 
 
 def capability(config: Config) -> tuple[int, int]:
-    """Return the GPU's compute capability; (0, 0) where it has none."""
+    """Return the GPU's compute capability; (0, 0) without one."""
     major, _, minor = config.hardware.compute_capability.partition(".")
     return (int(major), int(minor)) if major else (0, 0)
 
 
 def has_saver(variables: Mapping[str, str]) -> bool:
-    """Return whether a process can give back its GPU memory by a memory saver in front of the allocator."""
+    """Return whether a process can release its GPU memory through a preloaded memory saver."""
     return SAVER_LIBRARY in variables.get("LD_PRELOAD", "") or variables.get("TMS_INIT_ENABLE", "0") != "0"
 
 

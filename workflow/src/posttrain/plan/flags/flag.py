@@ -1,4 +1,4 @@
-"""One setting of a vendor's program, and what becomes of many: a command line, keyword arguments, an environment."""
+"""One setting of an external program, and conversions to a command line, keyword arguments or an environment."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ CONSTANT = "constant"
 
 @dataclass(frozen=True)
 class Flag:
-    """One setting of a vendor's program.
+    """One setting of an external program.
 
     Args:
-        name: As the program spells it: "--tp-size", "num_layers", "OMP_NUM_THREADS".
-        value: Plain data; True is a switch that takes no value.
-        keys: Keys of our configuration that decide the value; none for a constant.
-        reason: Why, where the keys alone do not tell.
+        name: The program's spelling: "--tp-size", "num_layers", "OMP_NUM_THREADS".
+        value: Plain data; True is a switch without a value.
+        keys: Keys of our configuration that determine the value; empty for a constant.
+        reason: The reason, if the keys do not explain it.
     """
 
     name: str
@@ -26,7 +26,7 @@ class Flag:
     reason: str = ""
 
     def as_dict(self, origins: Mapping[str, str]) -> dict[str, Any]:
-        """Return the flag as it stands in `plan.json`.
+        """Return the flag's entry in `plan.json`.
 
         Args:
             origins: Dotted key -> the layer that set it.
@@ -37,7 +37,7 @@ class Flag:
 
 
 def flag(name: str, value: Any, *keys: str, reason: str = "") -> Flag:
-    """Return a flag; a constant, which no key decides, has to say why."""
+    """Return a flag; a constant, which has no keys, requires a reason."""
     assert keys or reason, f"{name} has neither a key nor a reason"
     return Flag(name, value, keys, reason)
 

@@ -1,8 +1,8 @@
-"""Every flag that Megatron Core, SGLang and the processes' environments get, with its value and where it comes from.
+"""Every flag of Megatron Core, SGLang and the processes' environments, with its value and origin.
 
-The tables of `sglang_flags` and `megatron_flags` are the only place that spells them: the plan prints them,
-`rl.engines.launch_command` and `rl.megatron_backend.arguments` start processes from them, so the two cannot differ. No
-torch here.
+The tables of `sglang_flags` and `megatron_flags` are the only definition: the plan prints them, and
+`rl.engines.launch_command` and `rl.megatron_backend.arguments` start processes from them, so the two cannot differ.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from posttrain.plan.flags.sglang_flags import engine_flags
 def rendered_flags(config: Config, origins: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """Return "reader flag" -> value, origin, keys and reason, for `plan.json`.
 
-    The readers are `megatron.model`, `megatron.ddp`, `megatron.optimizer`, `trainer.env`, and per kind of engine
-    `sglang` or `embedded` (`sglang.prefill` and `sglang.decode` when they are apart) and its `.env`.
+    The readers are `megatron.model`, `megatron.ddp`, `megatron.optimizer`, `trainer.env`, and for each kind of engine
+    `sglang` or `embedded` (with separate prefill `sglang.prefill` and `sglang.decode`) and its `.env`.
 
     Args:
         config: The resolved configuration.

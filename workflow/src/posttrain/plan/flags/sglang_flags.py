@@ -1,9 +1,9 @@
 """Flags and environment of the engines: SGLang's as version 0.5.23 parses them, and the embedded engine's own.
 
-`docs/coming-from.md` maps the recipe's spellings to these. An engine has a role: "unified" (prefills and decodes), or
-with prefill-decode disaggregation "prefill" and "decode", each with its own world size and batch.
+`docs/coming-from.md` maps the recipe's spellings to these. The role of an engine is "unified" (prefills and decodes),
+or with prefill-decode disaggregation "prefill" or "decode", each with its own world size and batch.
 
-What a GPU needs of its own stands in its file in `config/hardware`, under `hardware.kernels`.
+Flags of a particular GPU are in its file in `config/hardware`, under `hardware.kernels`.
 
 Sources: the recipe's settings, `miles-glm5-recipe.txt`, section 5.3; few requests and AMD, `sglang-glm5-cookbook.txt`,
 section 3.2; SGLang 0.5.23 `srt/server_args.py`, `srt/environ.py`.
@@ -28,15 +28,15 @@ from posttrain.plan.flags.flag import Flag, flag
 
 UNIFIED, PREFILL, DECODE = "unified", "prefill", "decode"
 RECIPE = "the recipe"
-# Tokens of KV cache of an engine on a CPU, and its share of host memory: enough for small models beside a trainer.
+# KV cache tokens of an engine on a CPU, and its share of host memory: enough for small models next to a trainer.
 CPU_MAX_TOTAL_TOKENS = 32768
 CPU_MEM_FRACTION = 0.1
-# The published recipe's: tokens of one prefill per GPU, and of a page of the sparse attention's kernels.
+# The published recipe's values: prefill tokens per GPU and step, and tokens per page of the sparse attention's kernels.
 CHUNKED_PREFILL_TOKENS_PER_RANK = 2048
 KV_PAGE_TOKENS = 64
 WATCHDOG_SECONDS = 3600
 SPARSE_KERNEL = "flashmla_sparse"
-# The recipe's largest decode graph and DeepEP buffer per rank: (unified, with prefill apart).
+# The recipe's largest decode graph and DeepEP buffer per rank: (unified, separate prefill).
 GRAPH_BATCH_SIZE = {UNIFIED: 256, DECODE: 8, PREFILL: 8}
 DEEPEP_TOKENS = {UNIFIED: 256, DECODE: 32, PREFILL: 32}
 ROLE_KEY = "engine.pd.num_prefill_engines"
@@ -45,7 +45,7 @@ ROLE_KEY = "engine.pd.num_prefill_engines"
 def engine_flags(config: Config) -> dict[str, list[Flag]]:
     """Return reader -> flags of every kind of engine in a run: its command line and its environment.
 
-    Flags that only a started process has (addresses, its number among nodes) are not among them.
+    Flags that are known only at the start of a process (addresses, its index among nodes) are excluded.
     """
     if config.engine.kind == "embedded":
         return {"embedded": embedded_flags(config, deterministic=True), "embedded.env": environment_flags(config)}
@@ -79,21 +79,21 @@ def is_mixture(config: Config) -> bool:
 
 
 def has_dp_attention(config: Config) -> bool:
-    """Return whether each GPU of an engine attends for requests of its own."""
+    """Return whether each GPU of an engine computes attention for its own requests."""
     return config.hardware.device == "cuda" and config.engine.dp_attention and is_mixture(config)
 
 
 def has_deepep(config: Config, role: str = UNIFIED) -> bool:
-    """Return whether tokens go to experts through DeepEP: the recipe does so with FP8 weights."""
+    """Return whether tokens are sent to experts through DeepEP, as in the recipe with FP8 weights."""
     is_allowed = config.engine.deepep and config.hardware.deepep
     return is_allowed and has_dp_attention(config) and config.rollout.fp8 and world_size(config, role) > 1
 
 
 def expert_parallel_size(config: Config, role: str = UNIFIED) -> int:
-    """Return over how many GPUs whole experts are spread; 1 cuts each expert over all GPUs instead.
+    """Return the number of GPUs over which whole experts are distributed; 1 splits each expert over all GPUs instead.
 
-    The recipe spreads them. With few requests a spread leaves most GPUs idle, so they are cut, as in the cookbook,
-    where FP8 blocks allow it.
+    The recipe distributes them. With few requests that leaves most GPUs idle, so experts are split, as in the cookbook,
+    if FP8 blocks allow it.
     """
     ranks, width = world_size(config, role), config.model.architecture.moe_intermediate_size
     block = FP8_BLOCK if config.rollout.fp8 else 1
@@ -101,10 +101,10 @@ def expert_parallel_size(config: Config, role: str = UNIFIED) -> int:
 
 
 def graph_batch_size(config: Config, role: str = UNIFIED) -> int:
-    """Return the largest decode batch per rank that is captured as a CUDA graph, if DeepEP takes it.
+    """Return the largest decode batch per rank that is captured as a CUDA graph, within DeepEP's limit.
 
-    It is the recipe's. That of a decode engine is small and meant for a small step: a larger one would decode without
-    graphs, so there it is what a step gives a rank.
+    The default is the recipe's. Its value for a decode engine is for small steps, and larger batches would decode
+    without graphs, so a decode engine uses at least the requests that a step gives a rank.
     """
     most = DEEPEP_MAX_TOKENS // (config.engine.mtp_steps + 1)
     wanted = GRAPH_BATCH_SIZE[role]
@@ -114,14 +114,14 @@ def graph_batch_size(config: Config, role: str = UNIFIED) -> int:
 
 
 def _requests_of_a_rank(config: Config) -> int:
-    """Return the requests of a step that a rank of a decode engine has at most in one batch."""
+    """Return the largest number of a step's requests in one batch of a rank of a decode engine."""
     of_engine = math.ceil(rollout_samples_per_step(config) / config.engine.num_engines)
     at_a_time = min(of_engine, config.engine.max_running_requests)
     return math.ceil(at_a_time / config.engine.gpus_per_engine) if has_dp_attention(config) else at_a_time
 
 
 def deepep_tokens(config: Config, role: str = UNIFIED) -> int:
-    """Return the tokens per rank that DeepEP's buffers hold: the recipe's, or what the largest graph sends.
+    """Return the tokens per rank in DeepEP's buffers: the recipe's, or those of the largest graph.
 
     With EAGLE each request of a decode batch sends its drafted tokens and one more.
     """
@@ -145,7 +145,7 @@ def sglang_flags(config: Config, role: str = UNIFIED, engine_index: int = 0) -> 
     Args:
         config: The resolved configuration.
         role: "unified", "prefill" or "decode".
-        engine_index: Its number in the run.
+        engine_index: Index of the engine in the run.
     """
     engine = config.engine
     running, key = engine.max_running_requests, "engine.max_running_requests"
@@ -177,7 +177,7 @@ def environment_flags(config: Config, role: str = UNIFIED) -> list[Flag]:
     if config.engine.num_threads:
         flags.append(flag("OMP_NUM_THREADS", config.engine.num_threads, "engine.num_threads"))
     if config.engine.kind == "sglang":
-        # Ranks on other nodes than the engine's send it weights, over gloo as well.
+        # Trainer ranks on other nodes also send weights over gloo.
         flags += network_flags(config, config.nodes)
         flags += hardware_environment(config, role == UNIFIED and nodes_per_engine(config) == 1)
     flags += site_environment(config, "engine_environment")
@@ -187,7 +187,7 @@ def environment_flags(config: Config, role: str = UNIFIED) -> list[Flag]:
 
 
 def cpu_flags(config: Config, role: str) -> list[Flag]:
-    """Return how SGLang runs on a CPU."""
+    """Return SGLang's flags for a CPU."""
     given = "SGLang on a CPU; envs/sglang-cpu/README.md"
     return [
         flag("--device", "cpu", "hardware.device"),
@@ -243,7 +243,7 @@ def _sleep(config: Config, role: str) -> list[Flag]:
 
 
 def parallelism(config: Config, role: str) -> list[Flag]:
-    """Return over how many GPUs an engine spreads what."""
+    """Return the flags of an engine's parallelism."""
     key = _world_size_key(role)
     ranks = world_size(config, role)
     flags = [flag("--tp-size", ranks, key)]
@@ -276,17 +276,17 @@ def _batches(config: Config, role: str) -> list[Flag]:
 
 
 def kv_page(config: Config, role: str) -> list[Flag]:
-    """Return the page of the KV cache: FlashMLA's and TRT-LLM's; TileLang's is SGLang's own choice."""
+    """Return the KV cache's page size for FlashMLA and TRT-LLM; SGLang chooses TileLang's itself."""
     key = "hardware.kernels.dsa_decode"
     is_other = config.hardware.kernels.dsa_decode == "tilelang" or config.hardware.kernels.attention
     return [] if is_other else [flag("--page-size", KV_PAGE_TOKENS, key, reason=f"{RECIPE}: the kernels' page")]
 
 
 def attention_kernels(config: Config, role: str) -> list[Flag]:
-    """Return the back ends of attention, where SGLang's own choice is not the recipe's."""
+    """Return the attention back ends that differ from SGLang's defaults."""
     kernels, prefill, decode = config.hardware.kernels, "hardware.kernels.dsa_prefill", "hardware.kernels.dsa_decode"
     if not config.model.architecture.index_n_heads:
-        return []  # SGLang knows the best dense kernel of each GPU
+        return []  # SGLang chooses the best dense kernel for each GPU
     if kernels.attention:
         return [flag("--attention-backend", kernels.attention, "hardware.kernels.attention")]
     return [
@@ -309,7 +309,7 @@ def _expert_kernels(config: Config, role: str) -> list[Flag]:
 
 
 def all_reduce(config: Config, role: str) -> list[Flag]:
-    """Return how the parts of tensor-parallel sums are added up."""
+    """Return the flags of tensor-parallel all-reduce."""
     kernels, flags = config.hardware.kernels, []
     if kernels.allreduce_fusion and not has_dp_attention(config):
         keys = ("hardware.kernels.allreduce_fusion", "engine.dp_attention")
@@ -321,7 +321,7 @@ def all_reduce(config: Config, role: str) -> list[Flag]:
 
 
 def speculation(config: Config, role: str) -> list[Flag]:
-    """Return how the MTP layer drafts."""
+    """Return the flags of speculative decoding with the MTP layer."""
     steps, key = config.engine.mtp_steps, "engine.mtp_steps"
     if not steps:
         return []
@@ -334,7 +334,7 @@ def speculation(config: Config, role: str) -> list[Flag]:
 
 
 def disaggregation(config: Config, role: str) -> list[Flag]:
-    """Return how prefill and decode find each other."""
+    """Return the flags that connect prefill and decode engines."""
     if role == UNIFIED:
         return []
     return [
@@ -351,7 +351,7 @@ def _retraction(config: Config, role: str) -> list[Flag]:
 
 
 def node_count(config: Config, role: str) -> list[Flag]:
-    """Return how many nodes an engine spans, if several."""
+    """Return the flag with the number of nodes of an engine that spans several."""
     nodes = nodes_per_engine(config, role)
     return [flag("--nnodes", nodes, _world_size_key(role), "hardware.gpus_per_node")] if nodes > 1 else []
 

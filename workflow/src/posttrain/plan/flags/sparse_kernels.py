@@ -1,12 +1,12 @@
 """Chooses the kernel of the trainer's sparse attention from shapes alone, so that the plan can check it.
 
-Megatron Core 0.19.2 has two back ends for attention to chosen keys in the latent's space
+Megatron Core 0.19.2 has two back ends for attention to selected keys in the latent space
 (`core/transformer/experimental_attention_variant/`): TileLang's (`ops/tilelang_dsa.py`) and cuDNN's with FlashMLA
-(`dsa_cudnn_kernels.py`). What one of them does not take it declines without a word, and Megatron goes on with scores of
-whole rows: 250 GiB of 32,768 tokens and 64 heads. Here it is refused, with the nearest that is taken.
+(`dsa_cudnn_kernels.py`). Both decline unsupported shapes silently, and Megatron then computes scores of whole rows:
+250 GiB for 32,768 tokens and 64 heads. Here such a shape is a problem, which names the nearest supported one.
 
-Their indexers are not used; ours chooses the keys. Theirs let ties fall as a top-k happens to choose and compute head
-weights of BF16 models in BF16; Megatron's layer around them has norms of latents with the layers' epsilon
+Their indexers are not used; ours selects the keys. Theirs break ties as their top-k happens to, and compute head
+weights of BF16 models in BF16; Megatron's layer around them normalises latents with the layers' epsilon
 (docs/decisions/028).
 """
 
@@ -24,19 +24,19 @@ FUSED = (TILELANG, CUDNN)
 KEY = "trainer.sparse_attention"
 # `fused_sparse_mla_absorbed` and `_supports_flash_mla_value_layout`.
 LATENT, POSITIONS = 512, 64
-# `_get_topk_alignment` pads to it, and asks for this architecture; TileLang's kernels take steps of so many keys.
+# `_get_topk_alignment` pads to this, and requires this architecture; TileLang's kernels need a multiple of this.
 CUDNN_TOPK, CUDNN_CAPABILITY, TILELANG_TOPK = 512, (9, 0), 64
-# `_flash_mla_head_padding`, until Hopper and from Blackwell on; TileLang pads to 16.
+# `_flash_mla_head_padding` up to Hopper and from Blackwell on; TileLang pads to 16.
 HOPPER_HEADS, BLACKWELL_HEADS, TILELANG_HEADS = 64, (64, 128), 16
 
 
 @dataclass(frozen=True)
 class SparseKernel:
-    """A choice.
+    """A chosen kernel.
 
     Args:
-        name: "tilelang", "cudnn" or "masked": torch's attention under a mask of all keys; empty: no sparse attention.
-        reason: In a sentence.
+        name: "tilelang", "cudnn" or "masked" (torch's attention, all keys, with a mask); "" without sparse keys.
+        reason: The reason, as a sentence.
     """
 
     name: str
@@ -44,7 +44,7 @@ class SparseKernel:
 
 
 def sparse_kernel(config: Config) -> SparseKernel:
-    """Return what the trainer's sparse attention runs on."""
+    """Return the kernel of the trainer's sparse attention."""
     asked, arch = config.trainer.sparse_attention, config.model.architecture
     if not arch.index_n_heads:
         return SparseKernel("", "the model attends to all keys")
@@ -63,13 +63,13 @@ def sparse_kernel(config: Config) -> SparseKernel:
 
 
 def check_sparse_kernel(config: Config) -> list[Problem]:
-    """Return what the kernel would decline, each with the nearest that it takes."""
+    """Return the settings that the kernel would decline, each with the nearest supported value."""
     name = sparse_kernel(config).name
     return refusals(config, name) if name in _RULES else []
 
 
 def refusals(config: Config, name: str) -> list[Problem]:
-    """Return why one of Megatron's kernels would decline."""
+    """Return the reasons for which one of Megatron's kernels would decline."""
     arch, found = config.model.architecture, []
     own, alternative = f"what {name} takes", f"or {KEY}={MASKED}, which is slow"
     if (arch.kv_lora_rank, arch.qk_rope_head_dim) != (LATENT, POSITIONS):
@@ -87,10 +87,10 @@ def refusals(config: Config, name: str) -> list[Problem]:
 
 
 def cudnn_heads(heads: int, architecture: tuple[int, int]) -> int:
-    """Return how many heads FlashMLA computes for so many; 0: it declines.
+    """Return the number of heads that FlashMLA computes for `heads`; 0 if it declines.
 
     Example:
-        16 heads: 64 on Hopper and on Blackwell. 96: none on Hopper, where 64 does not divide it.
+        16 heads: 64 on Hopper and on Blackwell. 96: 0 on Hopper, because 64 does not divide it.
     """
     sizes = BLACKWELL_HEADS if architecture[0] >= 10 else (HOPPER_HEADS,)
     padded = next((size for size in sizes if heads <= size and size % heads == 0), 0)
@@ -98,7 +98,7 @@ def cudnn_heads(heads: int, architecture: tuple[int, int]) -> int:
 
 
 def _unfit(config: Config) -> str:
-    """Return why no kernel can serve this model on this hardware, whatever else is changed."""
+    """Return why no kernel supports this model on this hardware, regardless of other settings."""
     arch: Architecture = config.model.architecture
     if not config.hardware.compute_capability:
         return f"Megatron's kernels are not known to run on {config.hardware.name}"
@@ -109,7 +109,7 @@ def _unfit(config: Config) -> str:
 
 
 def _of_tilelang(config: Config) -> list[Problem]:
-    """`fused_sparse_mla_absorbed`: heads are a power of two, or fewer than 16, and keys come in steps of 64."""
+    """Check `fused_sparse_mla_absorbed`: a power of two or less than 16 heads, and a multiple of 64 keys."""
     found = _heads(config, TILELANG, lambda heads: heads < TILELANG_HEADS or heads & (heads - 1) == 0)
     topk = config.model.architecture.index_topk
     if topk % TILELANG_TOPK:
@@ -121,7 +121,7 @@ def _of_tilelang(config: Config) -> list[Problem]:
 
 
 def _of_cudnn(config: Config) -> list[Problem]:
-    """`_flash_mla_head_padding` and `_get_topk_alignment`."""
+    """Check `_flash_mla_head_padding` and `_get_topk_alignment`."""
     architecture, found = capability(config), []
     if (0, 0) < architecture < CUDNN_CAPABILITY:
         value, least = config.hardware.compute_capability, ".".join(map(str, CUDNN_CAPABILITY))

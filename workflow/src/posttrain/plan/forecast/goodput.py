@@ -1,19 +1,19 @@
-"""What share of a run's wall time ends in kept steps: failures simulated as a Poisson process.
+"""Effective training time, the share of wall time spent on kept steps, with failures simulated as a Poisson process.
 
-Letters: k steps between checkpoints; s seconds of a new step, r of one whose rollout is on disk (r = s where nothing is
-replayed); c seconds of a save, h of them hidden behind the next step's rollout; R seconds of a restart.
+Letters: k steps between checkpoints; s seconds of a new step, r of one whose rollout is on disk (r = s without replay);
+c seconds of a save, h of them hidden behind the next step's rollout; R seconds of a restart.
 
-A run goes from failure to failure. After each comes a restart, which may itself be interrupted. Then the steps since
-the last checkpoint are done again, in r seconds where their rollout is on disk, and the run goes on: k steps, a save, k
-steps, a save. A save begins with the rollout of the step after it and counts c seconds later: a failure before that has
-the k steps done again. The step waits for the save, c - h seconds. A rollout that was interrupted is counted as lost
-whole; its finished groups are in truth kept, but most groups end late, with their longest sample.
+A run is a sequence of intervals between failures. A failure is followed by a restart, which may itself be interrupted.
+Then the steps since the last checkpoint are repeated, in r seconds each if their rollout is on disk, and the run
+continues: k steps, a save, k steps, a save. A save starts with the rollout of the next step and is committed c seconds
+later: an earlier failure repeats the k steps. The step waits for the save for c - h seconds. An interrupted rollout
+counts as lost; its finished groups are kept in reality, but most groups end late, with their longest sample.
 
     share = s x (steps of committed checkpoints) / wall time
 
-The time between two failures is exponential, so the state after a failure is all that the next one needs: the number of
-rollouts on disk since the checkpoint, and how long each spare node is still to be waited for. Between two failures
-everything has a closed form, for all runs of all scenarios at a time.
+The time between failures is exponential, so the state after a failure is sufficient for the next interval: the number
+of rollouts on disk since the checkpoint, and the remaining wait for each spare node. Within an interval all quantities
+have closed forms, computed for all runs of all scenarios at once.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
-# 12,288 failures of each scenario: a share's standard error is about 0.2 %, which the tests' tolerance is made for.
+# 12,288 failures per scenario: the share's standard error is about 0.2 %, which the tests' tolerance assumes.
 NUM_RUNS, NUM_FAILURES = 192, 64
 
 
 @dataclass(frozen=True)
 class RestartSeconds:
-    """From a failure to the first step after it.
+    """Time from a failure to the first step after it.
 
     Args:
         in_place: On the same nodes, inside the allocation.
-        on_spare: Inside the allocation, a spare node in the place of a lost one.
-        requeued: In a new allocation, waiting for it included.
+        on_spare: Inside the allocation, with a spare node replacing a lost one.
+        requeued: In a new allocation, including the wait for it.
     """
 
     in_place: float
@@ -46,19 +46,19 @@ class RestartSeconds:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A run as the simulation sees it; times in seconds.
+    """A simulated run; times in seconds.
 
     Args:
         step: A new step, without saves.
-        redone_step: A step after a failure, where it had been done before.
+        redone_step: A repeated step after a failure.
         save: One checkpoint.
-        hidden_save: Part of it that passes beside the next step's rollout, at most as long as that.
+        hidden_save: Part of the save that overlaps the next step's rollout; at most the rollout's time.
         save_interval: Steps between checkpoints.
-        failures_per_second: Of all nodes together.
-        node_loss_share: Share of the failures that take a node away.
-        spares: Spare nodes of an allocation; when none is there, the next loss is requeued, and they are there again.
-        refill: From the use of a spare node until another is there; infinite where nobody sends one.
-        restart: How long restarts take.
+        failures_per_second: Failure rate of all nodes together.
+        node_loss_share: Share of the failures that lose a node.
+        spares: Spare nodes of an allocation; without one left, a loss is requeued, which restores all spares.
+        refill: Time from the use of a spare node until its replacement arrives; infinite without replacement.
+        restart: Durations of restarts.
     """
 
     step: float
@@ -74,14 +74,14 @@ class Scenario:
 
 
 def effective_shares(scenario: Scenario, intervals: Sequence[int], seed: int = 0) -> list[float]:
-    """Return the share of wall time that ends in kept steps, with each of some save intervals.
+    """Return the share of wall time spent on kept steps, for each save interval.
 
-    Scenarios of the same seed meet the same failures, scaled by their rates: differences are not chance.
+    Scenarios of the same seed get the same failures, scaled by their rates, so differences are not random.
 
     Args:
-        scenario: What to simulate, with a positive rate of failures; its own interval does not matter.
+        scenario: The run to simulate, with a positive failure rate; its own interval is ignored.
         intervals: Steps between checkpoints.
-        seed: Of the failures.
+        seed: Seed of the failures.
     """
     random, shape = np.random.default_rng(seed), (NUM_FAILURES, NUM_RUNS)
     seconds = random.exponential(size=shape) / scenario.failures_per_second
@@ -91,21 +91,21 @@ def effective_shares(scenario: Scenario, intervals: Sequence[int], seed: int = 0
 
 
 def best_of(intervals: Sequence[int], shares: Sequence[float]) -> tuple[int, float]:
-    """Return the save interval with the largest share, and the share; of equal ones the longest, which writes least."""
+    """Return the save interval with the largest share, and the share; ties prefer the longest interval."""
     share, interval = max(zip(shares, intervals, strict=True))
     return interval, share
 
 
 def _restarts(scenario: Scenario, seconds: Array, draws: Array) -> Array:
-    """Return how long each run restarts before it trains until its next failure [failure, run].
+    """Return the time that each run restarts before it trains until its next failure [failure, run].
 
     Args:
-        scenario: What is simulated.
-        seconds: From each failure to the next [failure, run].
-        draws: Uniform in [0, 1): decide what a failure takes away [failure, run].
+        scenario: The simulated run.
+        seconds: Time from each failure to the next [failure, run].
+        draws: Uniform in [0, 1); decide whether a failure loses a node [failure, run].
     """
     runs, places = np.arange(seconds.shape[1]), np.arange(max(1, scenario.spares))[:, None]
-    # Seconds until each spare node is there [place, run]; one that there is not never comes.
+    # Seconds until each spare node is available [place, run]; infinite for places beyond the number of spares.
     all_there = np.where(places < scenario.spares, 0.0, np.inf)
     until_there = np.repeat(all_there, len(runs), axis=1)
     restarts = np.full(seconds.shape, scenario.restart.in_place)
@@ -121,16 +121,16 @@ def _restarts(scenario: Scenario, seconds: Array, draws: Array) -> Array:
 
 
 def _kept_steps(scenario: Scenario, interval: Array, trained: Array) -> Array:
-    """Return the steps of committed checkpoints with each save interval, of all runs together.
+    """Return the steps of committed checkpoints for each save interval, summed over all runs.
 
     Args:
-        scenario: What is simulated.
+        scenario: The simulated run.
         interval: Steps between checkpoints [interval, 1].
-        trained: Seconds between a restart's end and the next failure; negative where it is interrupted [failure, run].
+        trained: Seconds between a restart's end and the next failure; negative if it is interrupted [failure, run].
     """
     until_new_saved = interval * scenario.step + scenario.save
     cycle = until_new_saved - scenario.hidden_save
-    # The rollout beside a save may end before the save does.
+    # The rollout that overlaps a save may end before it.
     most = interval + (scenario.hidden_save > 0)
     rolled_out = saves = np.zeros((len(interval), trained.shape[1]))
     for seconds in trained:
@@ -139,8 +139,8 @@ def _kept_steps(scenario: Scenario, interval: Array, trained: Array) -> Array:
         is_saved = later >= 0.0
         cycles = np.floor(later / cycle)
         saves = saves + np.where(is_saved, 1 + cycles, 0.0)
-        # Of the steps since the last checkpoint, those that were there when this attempt began come first. When a
-        # checkpoint begins to count, the next rollout has been going on for as long as hides the save.
+        # The steps since the last checkpoint that existed at the start of this attempt come first. When a checkpoint is
+        # committed, the next rollout has already run for the hidden part of the save.
         since_saved = later - cycles * cycle + scenario.hidden_save
         new = np.where(is_saved, since_saved, seconds - redone * scenario.redone_step)
         before = np.where(is_saved, 0.0, rolled_out)
@@ -149,6 +149,6 @@ def _kept_steps(scenario: Scenario, interval: Array, trained: Array) -> Array:
 
 
 def _rollouts_in(scenario: Scenario, seconds: Array) -> Array:
-    """Return how many rollouts of new steps end in so many seconds: a step begins with its rollout."""
+    """Return the number of new steps' rollouts that end within the given seconds; a step starts with its rollout."""
     whole = np.floor(seconds / scenario.step)
     return whole + (seconds - whole * scenario.step >= scenario.step - scenario.redone_step)

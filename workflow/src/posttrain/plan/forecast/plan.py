@@ -1,7 +1,7 @@
 """The plan of a configuration: layout, memory, disk, durations, every rule and value, before any work starts.
 
-`build_plan` gives the content of `plan.json`; its keys do not change. This is its first form: what it does
-not model is listed under "not_modelled", in the JSON and on the page.
+`build_plan` returns the content of `plan.json`, whose keys are stable. "not_modelled" lists the parts that the plan
+does not cover, in the JSON and on the page.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from posttrain.report.cost import cost_part
 from posttrain.report.report_data import flat_config
 from posttrain.store import Paths
 
-# The first of many: what comes after them is slower, or does not fit.
+# Number of the best layouts to show; the others are slower or do not fit.
 SHOWN_LAYOUTS = 12
 NOT_MODELLED = (
     *memory.NOT_MODELLED,
@@ -63,11 +63,11 @@ NOT_MODELLED = (
 
 
 def build_plan(resolved: Resolved, jobs_at_once: int | None = None) -> dict[str, Any]:
-    """Return the content of `plan.json` for a configuration that resolved.
+    """Return the content of `plan.json` for a resolved configuration.
 
     Args:
         resolved: The configuration.
-        jobs_at_once: Jobs that run side by side; None where it is not known, as if all did.
+        jobs_at_once: Number of jobs that run concurrently; None if unknown, which counts as all.
     """
     config, paths = resolved.config, Paths(resolved)
     needs = RuleNeeds(config, jobs_at_once=jobs_at_once, is_fork=bool(resolved.fork))
@@ -122,7 +122,7 @@ def build_plan(resolved: Resolved, jobs_at_once: int | None = None) -> dict[str,
 
 
 def _doubts_part(config: Config) -> dict[str, Any]:
-    """Return what speaks against a run; a plan for several nodes needs no site, though a run of it does."""
+    """Return the doubts about a run; a plan for several nodes needs no site, although its run does."""
     no_site = list(check_launcher(config))
     warnings = [one for one in find_warnings(config) if not (no_site and one.key.startswith("site."))]
     not_trainable = [one for one in (*check_trainable(config), *check_served(config)) if one not in no_site]
@@ -170,7 +170,7 @@ def _engine_part(config: Config, served: engine.EngineMemory) -> dict[str, Any]:
 
 
 def _evaluation_part(config: Config) -> dict[str, Any] | None:
-    """Return what serves before and after training; None for engines that are not started, and on CPUs."""
+    """Return the engines of evaluations before and after training; None for external engines, and on CPUs."""
     if config.hardware.device == "cpu" or config.evaluation.addresses or not evaluation_nodes(config):
         return None
     served = serving_config(config)
@@ -189,7 +189,7 @@ def _evaluation_part(config: Config) -> dict[str, Any] | None:
 
 
 def _calibration_part(config: Config, needs: RuleNeeds) -> dict[str, Any] | None:
-    """Return what a calibration for NVFP4 takes, where it is asked for; None for a dense model, and without passes."""
+    """Return the resources of an NVFP4 calibration, if requested; None for a dense model, or without passes."""
     if not config.model.architecture.n_routed_experts or not calibration_passes(config):
         return None
     job = needs.of("calibrate")
@@ -198,7 +198,7 @@ def _calibration_part(config: Config, needs: RuleNeeds) -> dict[str, Any] | None
 
 
 def _speed(config: Config, held: engine.EngineMemory) -> list[dict[str, Any]]:
-    """Return rows of one engine by clients; none where nothing is predicted."""
+    """Return one engine's rows by number of clients; empty without a prediction."""
     arch, tokens = config.model.architecture, held.kv_tokens or 0
     if not is_predicted(arch, config.hardware, tokens):
         return []

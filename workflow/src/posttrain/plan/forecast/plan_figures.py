@@ -1,4 +1,4 @@
-"""What the plan's page draws and lists: memory of a stage's rank in each phase, and the flags of each program."""
+"""Figures and lists of the plan's page: memory of a stage's rank in each phase, and the flags of each program."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from posttrain.readable import as_text
 
-# Parts of memory in the order of the bars: label, colour of the page's palette, what belongs to it.
+# Parts of memory in the order of the bars: label, colour of the page's palette, members.
 GROUPS = (
     ("weights", 1, ("weights",)),
     ("gradients", 2, ("gradients",)),
@@ -37,7 +37,7 @@ READERS = {
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of a bar; `percent` of the longest one, `title` shows on hover."""
+    """A part of a bar; `percent` is relative to the longest bar, `title` is the tooltip."""
 
     percent: float
     color: int
@@ -57,13 +57,13 @@ class Bar:
 
 @dataclass(frozen=True)
 class StageGroup:
-    """Neighbouring stages that hold the same.
+    """Adjacent stages with the same contents.
 
     Args:
         name: "stage 0", "stages 1-10".
-        held: `plan.json`'s row of what one of them holds from step to step.
-        bars: One per phase, of the stage that needs the most in it: the earlier one, whose activations wait longer.
-        is_fullest: No other group has a fuller phase.
+        held: `plan.json`'s row of one stage's persistent memory.
+        bars: One per phase, for the stage that needs the most: the earlier one, which keeps activations longer.
+        is_fullest: Whether no other group has a fuller phase.
     """
 
     name: str
@@ -73,7 +73,7 @@ class StageGroup:
 
 
 def stage_groups(trainer: Mapping[str, Any]) -> list[StageGroup]:
-    """Return the memory of all stages, neighbours that hold the same together.
+    """Return the memory of all stages, with equal neighbours grouped.
 
     Args:
         trainer: `plan.json`'s "trainer".
@@ -102,18 +102,18 @@ def _bar(item: Mapping[str, Any], longest: float) -> Bar:
 
 
 def joined(what: str, numbers: Sequence[int]) -> str:
-    """Return "stage 3", or "stages 3-5" for a range of neighbours."""
+    """Return "stage 3", or "stages 3-5" for a range."""
     return f"{what} {numbers[0]}" if len(numbers) == 1 else f"{what}s {numbers[0]}-{numbers[-1]}"
 
 
 def flag_groups(flags: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the flags that programs get, by the program that reads them.
+    """Return the programs' flags, grouped by the program that reads them.
 
     Args:
-        flags: `plan.json`'s "flags"; values of the configuration, which have no "keys", are left out.
+        flags: `plan.json`'s "flags"; configuration values, which have no "keys", are omitted.
 
     Returns:
-        Groups of "reader", "what" it is, and "rows": "name", "value" as text, "origin", "keys", "reason".
+        Groups with "reader", its description "what", and "rows": "name", "value" as text, "origin", "keys", "reason".
     """
     groups: dict[str, list[dict[str, Any]]] = {}
     for key, item in flags.items():

@@ -1,4 +1,4 @@
-"""The plan's page on failures: effective training time, the best save interval, what each feature gains.
+"""The plan's page on failures: effective training time, the best save interval, and the gain of each feature.
 
 Published rates:
     466 interruptions in 54 days on 16,384 GPUs, 419 of them unexpected, and about 78 % of those with a confirmed or
@@ -30,14 +30,14 @@ from posttrain.plan.timing.step_time import IN_EVERY_STEP
 from posttrain.readable import counted
 from posttrain.report.report_charts import Chart, Series
 
-# What the project promises (benchmarks/README.md).
+# The project's goal (benchmarks/README.md).
 GOAL = 0.95
-# Share of the failures after which another node is needed; see the head of this file.
+# Share of the failures that require another node; see the module's docstring.
 NODE_LOSS_SHARE = 0.78
 INTERVALS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 18, 20, 25, 30, 40, 50, 65, 80, 100, 130, 160, 200)
 NODE_COUNTS = (16, 32, 64, 128, 256, 512, 1024)
 SPARES = (0, 1, 2, 4, 8)
-# What the simulation takes for granted when nothing else is said: one spare node for so many.
+# Default of the simulation: nodes per spare node.
 NODES_PER_SPARE = 32
 NOT_MODELLED = (
     "failures: time limits of a queue, hangs and slow nodes that nobody notices, failures that come together, loading "
@@ -47,14 +47,14 @@ NOT_MODELLED = (
 
 @dataclass(frozen=True)
 class FailureRate:
-    """How often something fails.
+    """A published failure rate.
 
     Args:
         name: Short name.
-        source: Where it is from.
-        failures: So many
-        hours: in so many hours
-        num_gpus: on so many GPUs.
+        source: Source of the rate.
+        failures: Number of failures,
+        hours: in this many hours,
+        num_gpus: on this many GPUs.
     """
 
     name: str
@@ -64,7 +64,7 @@ class FailureRate:
     num_gpus: int
 
     def per_second(self, num_gpus: int) -> float:
-        """Return the failures per second of a job of so many GPUs."""
+        """Return the failures per second of a job with `num_gpus` GPUs."""
         return self.failures / (self.hours * 3600) * num_gpus / self.num_gpus
 
 
@@ -77,13 +77,13 @@ RATES = (
 def goodput_part(
     config: Config, needed: Storage, rates: Bandwidths, durations: Mapping[str, float]
 ) -> dict[str, Any] | None:
-    """Return the simulation as it stands in `plan.json`; None for a machine whose step time is not planned.
+    """Return the simulation's part of `plan.json`; None for a machine without a planned step time.
 
     Args:
         config: The resolved configuration.
         needed: Bytes on disk.
-        rates: What is assumed of lines and disks.
-        durations: `duration.durations_seconds` of it.
+        rates: Assumed bandwidths of networks and disks.
+        durations: Result of `duration.durations_seconds`.
     """
     if "step" not in durations:
         return None
@@ -112,7 +112,7 @@ def goodput_part(
 
 
 def scenario_of(config: Config, restart: RestartSeconds, durations: Mapping[str, float]) -> Scenario:
-    """Return the run of a configuration with all features, at the first of `RATES`."""
+    """Return the simulated run of a configuration with all features, at the first of `RATES`."""
     step = sum(durations[f"step_{phase}"] for phase in IN_EVERY_STEP)
     rollout, save = durations["step_rollout"], durations["step_save"]
     is_slurm = config.site.launcher == "slurm"
@@ -131,7 +131,7 @@ def scenario_of(config: Config, restart: RestartSeconds, durations: Mapping[str,
 
 
 def spares_for(nodes: int) -> int:
-    """Return the spare nodes that are assumed for so many nodes."""
+    """Return the assumed number of spare nodes for `nodes` nodes."""
     return -(-nodes // NODES_PER_SPARE)
 
 
@@ -161,7 +161,7 @@ def goodput_chart(goodput: Mapping[str, Any]) -> Chart:
 def _rate_part(
     config: Config, rate: FailureRate, features: Mapping[str, Scenario], missing: Mapping[str, Scenario]
 ) -> dict[str, Any]:
-    """Return what is known at one rate of failures; the last feature is what the run has today."""
+    """Return the results for one failure rate; the last feature is the run's current state."""
     per_node = rate.per_second(config.hardware.gpus_per_node)
 
     def at_rate(scenarios: Mapping[str, Scenario]) -> dict[str, Scenario]:
@@ -188,7 +188,7 @@ def _rate_part(
 
 
 def _by_spares(run: Scenario, nodes: int) -> list[dict[str, Any]]:
-    """Return the share with each number of spare nodes, of the nodes that train and of all."""
+    """Return the share for each number of spare nodes, relative to the training nodes and to all nodes."""
     found = _best(dataclasses.replace(run, spares=spares) for spares in SPARES)
     return [
         {
@@ -201,7 +201,7 @@ def _by_spares(run: Scenario, nodes: int) -> list[dict[str, Any]]:
 
 
 def _by_nodes(run: Scenario, failures_per_second_and_node: float) -> list[dict[str, Any]]:
-    """Return the share of the same run where more nodes fail more often."""
+    """Return the share of the same run for each number of nodes, with a failure rate proportional to it."""
     found = _best(
         dataclasses.replace(run, failures_per_second=failures_per_second_and_node * nodes, spares=spares_for(nodes))
         for nodes in NODE_COUNTS
@@ -213,7 +213,7 @@ def _by_nodes(run: Scenario, failures_per_second_and_node: float) -> list[dict[s
 
 
 def _features(run: Scenario, restart_with: Callable[..., RestartSeconds]) -> dict[str, Scenario]:
-    """Return the run without any feature, then with one more feature each time."""
+    """Return the run without any feature, then with one more feature at a time."""
     slow = restart_with(reads_weights=True, state_waits=True)
     spares: dict[str, dict[str, Any]] = {}
     if run.spares:
@@ -241,7 +241,7 @@ def _features(run: Scenario, restart_with: Callable[..., RestartSeconds]) -> dic
 
 
 def _what_is_missing(run: Scenario, today: Means, restart_with: Callable[..., RestartSeconds]) -> dict[str, Scenario]:
-    """Return the run with what it lacks today, one thing more each time."""
+    """Return the run with the features that it lacks today, one more at a time."""
     missing: dict[str, Scenario] = {}
     means: dict[str, Any] = {}
     if run.hidden_save < run.save:
@@ -259,7 +259,7 @@ def _what_is_missing(run: Scenario, today: Means, restart_with: Callable[..., Re
 
 
 def _best(scenarios: Iterable[Scenario]) -> list[tuple[int, float]]:
-    """Return the best save interval of each scenario, and its share there."""
+    """Return the best save interval of each scenario, and its share."""
     return [best_of(INTERVALS, _by_interval(scenario)) for scenario in scenarios]
 
 
@@ -270,7 +270,7 @@ def _by_interval(scenario: Scenario) -> list[float]:
 
 
 def _gains(found: Mapping[str, tuple[int, float]], before: float | None = None) -> list[dict[str, Any]]:
-    """Return a row for each, with what it gains over the one before."""
+    """Return one row each, with the gain over the previous one."""
     rows = []
     for name, (interval, share) in found.items():
         gain = None if before is None else round(share - before, 4)

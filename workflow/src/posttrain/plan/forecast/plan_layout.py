@@ -1,9 +1,9 @@
 """The picture of a layout on the plan's page: every GPU on its node, coloured by pipeline stage.
 
-Megatron numbers ranks with the tensor-parallel rank changing fastest, then context, data, pipeline; experts
-count in the same order with their own sizes: expert-tensor, expert, expert-data, pipeline
-(`megatron.core.parallel_state.RankGenerator`, order "tp-cp-ep-dp-pp", which is its default). So the ranks of
-a stage are neighbours, and a tensor-parallel group lies on one node wherever its size divides a node's GPUs.
+Megatron numbers ranks with the tensor-parallel rank changing fastest, then context, data, pipeline; experts use the
+same order with their own sizes: expert-tensor, expert, expert-data, pipeline
+(`megatron.core.parallel_state.RankGenerator`, default order "tp-cp-ep-dp-pp"). So the ranks of a stage are neighbours,
+and a tensor-parallel group is on one node if its size divides a node's GPUs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from posttrain.config.derived import data_parallel_size, engine_nodes, trainer_n
 from posttrain.config.schema import Config
 from posttrain.plan.forecast.plan_figures import joined
 
-# The parts of a layout: how they are called, the key of their size, and what they mean.
+# Dimensions of a layout: name, key of the size, meaning.
 TERMS = (
     ("TP", "tensor_model_parallel_size", "tensor parallel: ranks that share each matrix of a layer"),
     ("PP", "pipeline_model_parallel_size", "pipeline parallel: stages of consecutive layers"),
@@ -30,7 +30,7 @@ TERMS = (
 
 @dataclass(frozen=True)
 class Cell:
-    """One GPU: where its stage stands between the first (0) and the last (1), text, and what shows on hover."""
+    """One GPU: position of its stage between the first (0) and the last (1), text, and tooltip."""
 
     shade: float
     text: str
@@ -39,7 +39,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class NodeBox:
-    """One node: its name, the stages on it, "" without ranks, its GPUs, and the engines on them, "" for none."""
+    """One node: name, its stages ("" without ranks), GPUs, and engines ("" for none)."""
 
     name: str
     stages: str
@@ -52,12 +52,12 @@ class RankPlace:
     """One trainer rank.
 
     Args:
-        rank: From 0, in the order of nodes and of GPUs on them.
-        tensor: Its place in its tensor-parallel group.
-        context: In its context-parallel group.
-        data: In its data-parallel group.
-        stage: Its pipeline stage.
-        expert: In its expert-parallel group.
+        rank: From 0, in the order of nodes and their GPUs.
+        tensor: Index in its tensor-parallel group.
+        context: Index in its context-parallel group.
+        data: Index in its data-parallel group.
+        stage: Pipeline stage.
+        expert: Index in its expert-parallel group.
     """
 
     rank: int
@@ -69,7 +69,7 @@ class RankPlace:
 
 
 def rank_place(config: Config, rank: int) -> RankPlace:
-    """Return where a rank stands.
+    """Return the position of a rank in all groups.
 
     Example:
         GLM-5 on 16 nodes, TP4 PP4 CP2 EP32 ETP1: rank 37 is tensor 1, context 1, data 0, stage 1, expert 5.
@@ -89,15 +89,15 @@ def rank_place(config: Config, rank: int) -> RankPlace:
 
 
 def rank_places(config: Config) -> list[RankPlace]:
-    """Return every rank's place, in the order of ranks."""
+    """Return every rank's position, in the order of ranks."""
     return [rank_place(config, rank) for rank in range(world_size(config))]
 
 
 def engines_by_gpu(config: Config) -> dict[int, str]:
-    """Return which engine each GPU belongs to while engines are awake; a GPU without one is left out.
+    """Return GPU -> its engine while engines are awake; GPUs without an engine are omitted.
 
-    Engines take consecutive GPUs, those that only prefill first: from the job's first on, or from the first that only
-    engines have.
+    Engines use consecutive GPUs, prefill engines first, starting at the job's first GPU or at the first one reserved
+    for engines.
 
     Example:
         One prefill and one decode engine of 64 GPUs: 0 to 63 are "prefill 0", 64 to 127 "decode 0".
@@ -118,7 +118,7 @@ def _engine_of_each_gpu(config: Config) -> Iterator[str]:
 
 
 def layout_picture(config: Config) -> list[NodeBox]:
-    """Return the drawing of the configured layout: nodes x GPUs, with stage, ranks and engine of each."""
+    """Return the picture of the configured layout: nodes x GPUs, each with stage, ranks and engine."""
     per_node, engines, places = config.hardware.gpus_per_node, engines_by_gpu(config), rank_places(config)
     last = max(1, config.parallel.pipeline_model_parallel_size - 1)
     with_ranks = [

@@ -1,7 +1,7 @@
-"""What each kind of node holds, and what a step takes when engines share the trainer's nodes or have their own.
+"""Memory of each kind of node, and step times if engines share the trainer's nodes or have their own.
 
-A split gives some nodes to training and the others to engines. Each is timed as it would run, with the planner's
-layout and engines for it, one phase after the other.
+A split gives some nodes to training and the others to engines. Each is timed with the planner's layout and engines for
+it, one phase after the other.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from posttrain.plan.sizing.memory_phases import (
 from posttrain.plan.timing.step_time import IN_EVERY_STEP, state_fits, step_durations
 from posttrain.readable import counted
 
-# Splits are tried in steps of 1/PARTS of the nodes: finer steps would take longer and say little more.
+# Splits are multiples of 1/PARTS of the nodes: finer ones would take longer and add little information.
 PARTS = 4
 
 
 class NoSplit(Exception):
-    """Why engines cannot have so many nodes."""
+    """The reason why engines cannot have the given number of nodes."""
 
 
 def nodes_part(config: Config) -> list[dict[str, Any]]:
-    """Return the kinds of nodes as they stand in `plan.json`, each with its fullest GPU; those with ranks first."""
+    """Return the kinds of nodes for `plan.json`, each with its fullest GPU; those with ranks first."""
     own = own_engine_memory(config)
     with_ranks = "trainer and engines" if uses_engines(config) and not own else "trainer"
     kinds = [_kind(config, with_ranks, trainer_nodes(config), phase_memory(config))]
@@ -54,15 +54,15 @@ def _kind(config: Config, name: str, nodes: int, memory: list[PhaseMemory]) -> d
 
 
 def splits_part(config: Config, shared_storage: float) -> list[dict[str, Any]]:
-    """Return what a step takes by the nodes that only engines have, as it stands in `plan.json`.
+    """Return the step time for each number of engine-only nodes, for `plan.json`.
 
     Args:
         config: The resolved configuration.
         shared_storage: Bytes per second.
 
     Returns:
-        A row for each: "own_nodes", "train_nodes", "engines" as text, "seconds" of a step and of its phases, or "why"
-        it cannot be. Nothing without GPUs, engines or a second node.
+        One row per split: "own_nodes", "train_nodes", "engines" as text, "seconds" of a step and of its phases, or
+        "why" it is impossible. Empty without GPUs, engines or a second node.
     """
     if config.hardware.device != "cuda" or not uses_engines(config) or config.nodes == 1:
         return []
@@ -87,10 +87,10 @@ def _row(config: Config, own: int, shared_storage: float) -> dict[str, Any]:
 
 
 def _with_engines(config: Config, own: int) -> Config:
-    """Return the configuration with the engines that the planner chooses, each of which prefills and decodes.
+    """Return the configuration with the planner's engines, each of which prefills and decodes.
 
     Raises:
-        NoSplit: No engine holds the model there.
+        NoSplit: No engine can hold the model.
     """
     engine = dataclasses.replace(config.engine, own_nodes=own, sleep="auto", pd=PrefillDecode())
     chosen = choose_engine(dataclasses.replace(config, engine=engine))
@@ -104,7 +104,7 @@ def _with_layout(config: Config) -> Config:
     """Return the configuration with the planner's layout.
 
     Raises:
-        NoSplit: None fits.
+        NoSplit: No layout fits.
     """
     nodes = trainer_nodes(config)
     on_nodes = counted(nodes, "node")

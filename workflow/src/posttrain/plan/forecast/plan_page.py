@@ -20,7 +20,7 @@ from posttrain.report.verdict import Finding, Verdict
 
 
 def judge_plan(plan: Mapping[str, Any]) -> Verdict:
-    """Return the headline: whether the plan can run, and if not, what would make it run.
+    """Return the headline: whether the plan can run, and otherwise the changes that it needs.
 
     Args:
         plan: Content of `plan.json`.

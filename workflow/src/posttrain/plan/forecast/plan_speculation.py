@@ -1,4 +1,4 @@
-"""What speculation with the model's MTP layer would gain of a step, by phase of the rollout."""
+"""Predicted gain of a step from speculation with the model's MTP layer, by phase of the rollout."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from posttrain.plan.timing.rates import MOST_SPECULATION_GAIN
 from posttrain.plan.timing.rollout_of_step import engine_of, workload
 from posttrain.plan.timing.step_time import step_durations
 
-# Drafts of the recipes that speculate (`config/nodes/glm5_32.yaml`), where the configuration does not.
+# Number of drafts in recipes with speculation (`config/nodes/glm5_32.yaml`), if the configuration has none.
 DRAFTS = 3
-# Parts of the longest response at which the gain is shown; at the end one request of each engine is left.
+# Fractions of the longest response at which the gain is shown; at the end each engine has one request left.
 SHOWN = {"all requests": 0.0, "half of the longest response": 0.5, "the last request": 1.0}
 
 
 def speculation_part(config: Config, shared_storage: float) -> dict[str, Any] | None:
-    """Return the gain of speculation as it stands in `plan.json`; None where no engine can draft.
+    """Return the gain of speculation for `plan.json`; None if no engine can draft.
 
     Args:
         config: The resolved configuration.
         shared_storage: Bytes per second of shared storage.
 
     Returns:
-        "is_on", "drafts" of a step, "accepted" (tokens that a step gives a request), "most_gain" of a rollout, seconds
-        of rollout and step "without" and "with" it, and "phases" of the rollout, each with "requests" of an engine and
-        its "gain" without the limit.
+        "is_on", "drafts" per step, "accepted" (a request's tokens per step), "most_gain" of a rollout, seconds of
+        rollout and step "without" and "with" it, and "phases" of the rollout, each with "requests" of an engine and its
+        "gain" without the limit.
     """
     has_drafts = config.model.architecture.num_nextn_predict_layers and config.hardware.kernels.speculative
     if not (has_drafts and uses_engines(config)) or config.hardware.device == "cpu" or config.engine.kind != "sglang":

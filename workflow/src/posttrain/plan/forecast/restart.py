@@ -1,7 +1,7 @@
-"""How long a restart takes after a failure, part by part.
+"""Duration of a restart after a failure, part by part.
 
-What moves bytes follows from the plan's sizes and bandwidths. The rest is measured, each constant with where; the time
-in a queue is a guess that `plan.json` repeats.
+Transfer times follow from the plan's sizes and bandwidths. The others are measured, with the source at each constant;
+the queue time is a guess, which `plan.json` repeats.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from posttrain.plan.sizing.node_copy import rollout_bytes
 from posttrain.plan.sizing.storage import Storage
 from posttrain.plan.timing.duration import Bandwidths
 
-# From the kill of a trainer rank to the start of the next attempt's processes: noticing it, ending engines and ranks.
-# Measured with the tiny model on two CPU cores; a process that does not end is given 10 s.
+# From the kill of a trainer rank to the start of the next attempt's processes: detection, and end of engines and
+# ranks. Measured with the tiny model on two CPU cores; a process gets 10 s to end.
 END_SECONDS = 1.3
-# A server from its start until it answers, where the node has its kernels and weights in memory and on disk, and where
-# it has not, the reading of weights left out: SGLang 0.5.10 with a model of 122B in FP8 on B200, 88 s, and 695 s less
-# 531 s (fergusfinn.com/blog/fast-sglang-starts). Trainer ranks start at the same time.
+# Start of a server until it answers: with kernels and weights in the node's memory and on disk, and without them,
+# excluding the read of weights. SGLang 0.5.10 with a model of 122B in FP8 on B200, 88 s, and 695 s less 531 s
+# (fergusfinn.com/blog/fast-sglang-starts). Trainer ranks start at the same time.
 WARM_ENGINE_SECONDS, COLD_ENGINE_SECONDS = 88.0, 695.0 - 531.0
-# A checkpoint is read to compare its hashes, then to load it: the second time from the nodes' memory, where this share
-# of it holds what the ranks of a node read. The rest is for the processes.
+# A checkpoint is read once for its hashes and once to load it: the second read is from the nodes' page cache, if this
+# share of memory holds the part that a node's ranks read. The rest is for the processes.
 FREE_MEMORY_SHARE = 0.25
 KINDS = tuple(field.name for field in dataclasses.fields(RestartSeconds))
 
@@ -36,9 +36,9 @@ class RestartPart:
     """One part of a restart.
 
     Args:
-        part: What happens.
-        seconds: How long it takes in each kind of restart.
-        note: Where the figure comes from.
+        part: The activity.
+        seconds: Duration in each kind of restart.
+        note: Source of the figure.
     """
 
     part: str
@@ -48,13 +48,13 @@ class RestartPart:
 
 @dataclass(frozen=True)
 class Means:
-    """The means that shorten a restart.
+    """Features that shorten a restart.
 
     Args:
         reads_weights: Engines read or copy their weights before they start.
-        starts_engines: Engines have to be started.
-        state_reads: How often the training state is read from shared storage.
-        state_waits: It is read when engines are ready, not while they start.
+        starts_engines: Engines must be started.
+        state_reads: Number of reads of the training state from shared storage.
+        state_waits: The training state is read after engines are ready, instead of during their start.
     """
 
     reads_weights: bool
@@ -64,7 +64,7 @@ class Means:
 
 
 def means_today(config: Config, needed: Storage) -> Means:
-    """Return the means that a configuration has today."""
+    """Return the features of a configuration today."""
     return Means(
         reads_weights=False,
         starts_engines=True,
@@ -81,9 +81,9 @@ def restart_parts(
     Args:
         config: The resolved configuration.
         needed: Bytes on disk.
-        rates: What is assumed of lines and disks.
+        rates: Assumed bandwidths of networks and disks.
         durations: `duration.durations_seconds`.
-        means: What it has to do.
+        means: Features in use.
     """
     lost = config.launch.node_silence_seconds
     start = RestartSeconds(WARM_ENGINE_SECONDS, COLD_ENGINE_SECONDS, COLD_ENGINE_SECONDS)

@@ -1,4 +1,4 @@
-"""Everything that must be there before work starts, checked in one go."""
+"""All checks before work starts, run together."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_everything(paths: Paths) -> list[Finding]:
     """Return the findings of all checks for one run.
 
     Args:
-        paths: Of the run, with its resolved configuration.
+        paths: Paths of the run, with its resolved configuration.
     """
     config = paths.resolved.config
     return [

@@ -1,7 +1,7 @@
-"""Which nodes of a gang are unfit to train, from what all of them found out. Pure: nothing is measured here.
+"""Finds the nodes of a gang that are unfit to train, from all nodes' measurements. Pure functions without measurements.
 
-A node is compared with the others of the same gang: what a network or a disk should reach nobody has to know. Two
-nodes that differ accuse each other; the one in the minority, or else the slower one, is the unfit one.
+A node is compared with the others of its gang, so no absolute rate of a network or disk is needed. If two nodes
+differ, the one in the minority, or otherwise the slower one, is unfit.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 Rows = Sequence[Mapping[str, Any]]
-"""What one process of `plan.preflight.links` printed."""
+"""Output of one process of `plan.preflight.links`."""
 Results = Mapping[str, Sequence[Rows]]
 """Node, in the order of ranks -> its processes."""
 
-# Logs, heartbeats of leases and the order of events are told by clocks.
+# Logs, lease heartbeats and the order of events depend on clocks.
 MAX_CLOCK_SECONDS = 1.0
 
 Unfit = dict[str, list[str]]
@@ -24,10 +24,10 @@ Unfit = dict[str, list[str]]
 
 
 def judge_clocks(offsets: Mapping[str, float]) -> Unfit:
-    """Name nodes whose clock is off.
+    """Find nodes whose clock is off.
 
     Args:
-        offsets: Node -> seconds by which its clock is at least ahead of the head's; negative: behind.
+        offsets: Node -> minimum seconds by which its clock is ahead of the head's; negative if it is behind.
     """
     return {
         name: [f"its clock is {abs(offset):.1f} s {'ahead' if offset > 0 else 'behind'}"]
@@ -37,7 +37,7 @@ def judge_clocks(offsets: Mapping[str, float]) -> Unfit:
 
 
 def judge_facts(facts: Mapping[str, Mapping[str, Any]], min_share: float) -> Unfit:
-    """Name nodes that say themselves what is wrong, run other versions than most, or have a slow disk.
+    """Find nodes that report problems, have other versions than most, or have a slow disk.
 
     Args:
         facts: Node -> `NodeFacts.as_dict`.
@@ -57,10 +57,10 @@ def judge_facts(facts: Mapping[str, Mapping[str, Any]], min_share: float) -> Unf
 
 
 def judge_reach(unreachable: Mapping[str, Sequence[str]]) -> Unfit:
-    """Name nodes that cannot be reached, or reach others, over the network: the fewest that explain every failure.
+    """Find nodes with failed connections: the smallest set that explains every failure.
 
     Args:
-        unreachable: Node -> the others that it could not connect to.
+        unreachable: Node -> the other nodes that it could not connect to.
     """
     broken = {(one, other) for one, others in unreachable.items() for other in others}
     unfit: Unfit = {}
@@ -71,12 +71,12 @@ def judge_reach(unreachable: Mapping[str, Sequence[str]]) -> Unfit:
 
 
 def judge_links(results: Results, min_share: float) -> Unfit:
-    """Name nodes whose processors or links are slow, or whose exchange broke off first.
+    """Find nodes with slow processors or links, or whose exchange failed first.
 
-    A node is as fast as its best exchange: with a bad node every exchange is slow, so that its partners are not blamed.
+    A node's rate is its best exchange: every exchange with a bad node is slow, so its partners are not blamed.
 
     Args:
-        results: What every process printed, those included that broke off.
+        results: Output of every process, including failed ones.
         min_share: A rate below this share of the median is too low.
     """
     names = list(results)
@@ -91,12 +91,12 @@ def judge_links(results: Results, min_share: float) -> Unfit:
 
 
 def judge_transfers(sent: Mapping[str, Rows], backend: str, min_share: float) -> Unfit:
-    """Name nodes that KV caches do not get to or from, or slowly: the fewest that explain every bad transfer.
+    """Find nodes with failed or slow KV cache transfers: the smallest set that explains every bad transfer.
 
     Args:
-        sent: Node -> what its process of `plan.preflight.kv_transfer` printed, in the order of the ring.
-        backend: What carries them.
-        min_share: A rate below this share of the median is too low; of each node the better of its two counts.
+        sent: Node -> output of its process of `plan.preflight.kv_transfer`, in the order of the ring.
+        backend: Transfer backend.
+        min_share: A rate below this share of the median is too low; a node's better rate counts.
     """
     names = list(sent)
     rates = {name: sum(_values([rows], "rate")) for name, rows in sent.items()}
@@ -117,7 +117,7 @@ def judge_transfers(sent: Mapping[str, Rows], backend: str, min_share: float) ->
 
 
 def summarize(facts: Mapping[str, Mapping[str, Any]], results: Results, sent: Mapping[str, Rows]) -> str:
-    """Return the lowest rate of each kind, for a line in a log; arguments as the judgements have them."""
+    """Return the lowest rate of each kind, for one log line; arguments are those of the judgements."""
     parts = []
     for disk in sorted({disk for said in facts.values() for disk in said["rates"]}):
         parts.append(f"{disk} {min(said['rates'][disk] for said in facts.values()):,.0f} MB/s")
@@ -131,7 +131,7 @@ def summarize(facts: Mapping[str, Mapping[str, Any]], results: Results, sent: Ma
 
 
 def _fewest(broken: set[tuple[str, str]]) -> Iterator[tuple[str, set[tuple[str, str]]]]:
-    """Yield names, each with the pairs that it explains, until all broken pairs are explained."""
+    """Yield names, each with the pairs that it explains, until every broken pair is explained."""
     while broken:
         named = Counter(name for pair in broken for name in pair)
         worst, _ = max(named.items(), key=lambda item: (item[1], item[0]))
@@ -152,12 +152,12 @@ def _values(processes: Sequence[Rows], key: str) -> list[float]:
 
 
 def _best_of_each(processes: Sequence[Rows]) -> list[float]:
-    """Return the fastest exchange of each process of a node: one slow card makes the node slow."""
+    """Return the fastest exchange of each process of a node: one slow network card makes the node slow."""
     return [max(rates) for rows in processes if (rates := _values([rows], "rate"))]
 
 
 def _first_broken(results: Results, names: Sequence[str]) -> list[tuple[str, str]]:
-    """Return (node, partner) of the exchanges that broke off in the first round in which one did: later ones follow."""
+    """Return (node, partner) of failed exchanges in the first round with a failure; later ones are consequences."""
     broken = [
         (row["round"], name, names[row["partner"]])
         for name, processes in results.items()
@@ -169,6 +169,6 @@ def _first_broken(results: Results, names: Sequence[str]) -> list[tuple[str, str
 
 
 def _unfinished(rows: Rows) -> list[Mapping[str, Any]]:
-    """Return the rounds of a process that were begun and have no rate."""
+    """Return the rounds that a process started without reporting a rate."""
     done = {row["round"] for row in rows if "rate" in row}
     return [row for row in rows if "round" in row and row["round"] not in done]

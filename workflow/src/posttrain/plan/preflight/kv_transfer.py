@@ -1,13 +1,13 @@
-"""One process per node that moves a block of host memory into the next node's, by what carries KV caches.
+"""One process per node that writes a block of host memory to the next node's, with the KV caches' transport.
 
-It runs in the engines' environment, which has the transport and need not have this package: it is started by its path,
-and imports nothing of ours. Every node writes to the next one of a ring, once to make the connections, then a few
-times for the rate; the receiver compares what came. A result is a line of JSON on stdout.
+It runs in the engines' environment, which has the transport but maybe not this package: it is started by its path and
+imports none of our modules. Every node writes to the next one in a ring, once to connect, then several times for the
+rate; the receiver verifies the content. A result is a line of JSON on stdout.
 
-Mooncake falls back from RDMA to TCP without an error where a node's cards are not usable, and NIXL's UCX takes what it
-finds: that a node is slower than the others is all that shows it.
+Mooncake silently falls back from RDMA to TCP if a node's cards are not usable, and NIXL's UCX uses any available
+transport: the only symptom is a lower rate than on other nodes.
 
-Both ends of a connection prove that they know the secret of the environment; the transports ask for none.
+Both ends of a connection authenticate with the secret in the environment; the transports have no authentication.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any, Protocol
 
-# What is imported for each backend; torch first, as in an engine: its CUDA runtime is the one that both link to.
+# Modules to import for each backend; torch first, as in an engine, because both link to its CUDA runtime.
 MODULES = {"mooncake": ("torch", "mooncake.engine"), "nixl": ("torch", "nixl._api")}
 BLOCK_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
 MOONCAKE_PROTOCOLS = {"cpu": "tcp", "cuda": "rdma"}
-# The best of so many is told: others may use the network at the same time.
+# The best of these repeats is reported, because others may use the network at the same time.
 NUM_REPEATS = 5
 SECRET_VARIABLE = "POSTTRAIN_GANG_SECRET"
-# What two processes tell each other is far shorter.
+# Messages between two processes are far shorter.
 MAX_MESSAGE_BYTES = 1 << 20
-# Where the next node does not listen, or a write does not return, this process ends itself with its stack in the log.
+# If the next node does not listen or a write does not return, this process exits and prints its stack to the log.
 LIMIT_SECONDS = 40.0
 RETRY_SECONDS = 0.1
 
@@ -43,7 +43,7 @@ class Block:
     """Host memory at a fixed address.
 
     Args:
-        content: What it holds at first.
+        content: Initial content.
     """
 
     def __init__(self, content: bytes):
@@ -53,16 +53,16 @@ class Block:
 
 
 class Transport(Protocol):
-    """A way into the memory of another process."""
+    """Writes to the memory of another process."""
 
     offer: Any
-    """What another process has to know to write into this one's block; plain types."""
+    """The data that another process needs to write into this one's block, as plain types."""
 
     def write(self, offer: Any) -> None:
-        """Write this process's block into another one's, and return when it is there.
+        """Write this process's block into another process's, and return after completion.
 
         Raises:
-            RuntimeError: It fails.
+            RuntimeError: The write fails.
         """
 
 
@@ -70,11 +70,11 @@ class Mooncake:
     """Mooncake's transfer engine, with addresses exchanged between the two processes.
 
     Args:
-        place: This node's in the ring.
-        host: Where others reach it.
-        device: "cuda" where there are RDMA cards.
-        outgoing: What is sent.
-        incoming: Where others write to.
+        place: Index of this node in the ring.
+        host: Address at which others reach it.
+        device: "cuda" with RDMA cards.
+        outgoing: Block to send.
+        incoming: Block that others write to.
     """
 
     def __init__(self, place: int, host: str, device: str, outgoing: Block, incoming: Block):
@@ -93,7 +93,7 @@ class Mooncake:
 
 
 class Nixl:
-    """A NIXL agent with UCX; arguments as `Mooncake` has them."""
+    """A NIXL agent with UCX; for the arguments see `Mooncake`."""
 
     def __init__(self, place: int, host: str, device: str, outgoing: Block, incoming: Block):
         from nixl._api import nixl_agent, nixl_agent_config
@@ -129,7 +129,7 @@ TRANSPORTS: dict[str, type[Mooncake] | type[Nixl]] = {"mooncake": Mooncake, "nix
 
 
 def main() -> None:
-    """Send to the next node, receive from the one before, and print the rate (MB/s) and whether all bytes arrived."""
+    """Send to the next node, receive from the previous one, and print the rate (MB/s) and whether all bytes arrived."""
     arguments = parse_arguments()
     faulthandler.dump_traceback_later(LIMIT_SECONDS, exit=True)
     places, place, size = arguments.places, arguments.place, BLOCK_BYTES[arguments.device]
@@ -151,14 +151,14 @@ def main() -> None:
 
 
 def pattern(place: int, size_bytes: int) -> bytes:
-    """Return what a node sends: no other's bytes, nor the same ones at another place of the block."""
+    """Return the bytes that a node sends: they differ between nodes and between positions in the block."""
     words = (bytes([place % 251]) + number.to_bytes(7, "little") for number in range(4096))
     unit = b"".join(words)
     return unit * (size_bytes // len(unit))
 
 
 def receive(listener: Listener, transport: Transport, incoming: Block, expected: bytes) -> None:
-    """Let the node before write, and tell it whether all has arrived."""
+    """Let the previous node write, and send it the result of the comparison."""
     with accept(listener) as connection:
         say(connection, transport.offer)
         hear(connection)
@@ -166,7 +166,7 @@ def receive(listener: Listener, transport: Transport, incoming: Block, expected:
 
 
 def accept(listener: Listener) -> Connection:
-    """Return the connection of who knows the secret; all others are sent away."""
+    """Return the first authenticated connection; all others are rejected."""
     while True:
         try:
             return listener.accept()
@@ -175,7 +175,7 @@ def accept(listener: Listener) -> Connection:
 
 
 def send(connection: Connection, transport: Transport, size_bytes: int) -> tuple[float, bool]:
-    """Write to the next node; return MB/s, the best of a few times, and whether all has arrived."""
+    """Write to the next node; return MB/s, the best of several writes, and whether all bytes arrived."""
     offer = hear(connection)
     transport.write(offer)
     seconds = []
@@ -188,7 +188,7 @@ def send(connection: Connection, transport: Transport, size_bytes: int) -> tuple
 
 
 def connect(host: str, port: int, secret: bytes) -> Connection:
-    """Return a connection to another node's process, as soon as it listens."""
+    """Connect to another node's process; retries until it listens."""
     while True:
         try:
             return Client((host, port), authkey=secret)
@@ -197,17 +197,17 @@ def connect(host: str, port: int, secret: bytes) -> Connection:
 
 
 def say(connection: Connection, content: Any) -> None:
-    """Send plain types: who listens on a network does not unpickle."""
+    """Send plain types as JSON, because a network listener must not unpickle."""
     connection.send_bytes(json.dumps(content).encode())
 
 
 def hear(connection: Connection) -> Any:
-    """Return what the other side says."""
+    """Return the peer's message."""
     return json.loads(connection.recv_bytes(MAX_MESSAGE_BYTES))
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Read the command line that the node's supervisor wrote."""
+    """Parse the command line from the node's supervisor."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backend", choices=sorted(TRANSPORTS), required=True)
     parser.add_argument("--device", choices=sorted(BLOCK_BYTES), required=True)

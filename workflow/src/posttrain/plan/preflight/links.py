@@ -1,9 +1,9 @@
 """One process per GPU (on CPUs, per node) that measures links of nodes: `python -m posttrain.plan.preflight.links`.
 
-Every node exchanges a buffer with every other, in rounds in which each node has one partner, so that a slow link has
-two names; then all add one tensor together. RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT come from the
-environment. Each result is a line of JSON on stdout as soon as it is there: a broken link ends this process in the
-middle.
+Every node exchanges a buffer with every other, in rounds in which each node has one partner, so that a slow link is
+attributed to two nodes; then an all-reduce runs over all of them. RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and
+MASTER_PORT come from the environment. Each result is printed at once as a line of JSON on stdout, because a broken link
+ends this process early.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ import torch.distributed as dist
 
 from posttrain.cluster.rendezvous import join_ranks
 
-# Some seconds to set up a communicator and milliseconds to exchange: what takes this long does not come.
+# A communicator takes seconds to set up, an exchange milliseconds: after this time, it has failed.
 ROUND_SECONDS = 20.0
-# At most so many partners per node; with more nodes each meets some of the others.
+# Maximum number of partners per node; with more nodes, each exchanges with some of the others.
 MAX_ROUNDS = 31
-# The best of so many is told: others may use the network at the same time.
+# The best of these repeats is reported, because others may use the network at the same time.
 NUM_REPEATS = 3
 EXCHANGE_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 MATRIX_ROWS = {"cpu": 256, "cuda": 8192}
 
 
 def rounds(num_nodes: int) -> Iterator[list[int]]:
-    """Yield the partner of each node, round by round: every two nodes meet once; itself: it has none.
+    """Yield each node's partner per round, so that every two nodes meet once; the node itself means no partner.
 
     Source: the circle method of round-robin tournaments.
 
@@ -50,7 +50,7 @@ def rounds(num_nodes: int) -> Iterator[list[int]]:
 
 
 def main() -> None:
-    """Meet the others and print what was measured."""
+    """Join the other processes, measure, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=sorted(EXCHANGE_BYTES), required=True)
     parser.add_argument("--num-nodes", type=int, required=True)
@@ -67,7 +67,7 @@ def main() -> None:
     node, place = divmod(rank, per_node)
     for number, partners in enumerate(rounds(arguments.num_nodes)):
         if partners[node] != node:
-            tell(round=number, partner=partners[node])  # without a rate when it goes no further
+            tell(round=number, partner=partners[node])  # without a rate if the exchange fails
             tell(round=number, partner=partners[node], rate=exchange_rate(partners[node] * per_node + place, device))
     tell(all_reduce=all_reduce_rate(device))
     dist.destroy_process_group()
@@ -79,7 +79,7 @@ def tell(**result: object) -> None:
 
 
 def compute_rate(device: torch.device) -> float:
-    """Return TFLOP/s of a matrix product, the best of a few times."""
+    """Return TFLOP/s of a matrix product, the best of several repeats."""
     size = MATRIX_ROWS[device.type]
     matrix = torch.ones(size, size, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32, device=device)
 
@@ -95,7 +95,7 @@ def exchange_rate(peer: int, device: torch.device) -> float:
     """Return MB/s in each direction of an exchange with another rank.
 
     Raises:
-        RuntimeError: Other bytes come than were sent.
+        RuntimeError: The received bytes differ from the sent ones.
     """
     outgoing = torch.full((EXCHANGE_BYTES[device.type],), dist.get_rank() % 251, dtype=torch.uint8, device=device)
     incoming = torch.empty_like(outgoing)
@@ -130,7 +130,7 @@ def all_reduce_rate(device: torch.device) -> float:
 
 
 def best_seconds(action: Callable[[], None]) -> float:
-    """Return the shortest time that an action took; each must end in something that waits for the device."""
+    """Return the shortest duration of an action; the action must synchronise with the device."""
     seconds = []
     for _ in range(NUM_REPEATS):
         started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What the rule `lm_eval` needs: tasks that are named, and lm-eval in an environment of its own."""
+"""Requirements of the rule `lm_eval`: named tasks, and lm-eval in its own environment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from posttrain.plan.preflight.machine import check_interpreter
 from posttrain.plan.preflight.report import Finding, failed, skipped
 
 KEY = "evaluation.lm_eval"
-# Where `make env-lm-eval` puts it.
+# Path of the environment from `make env-lm-eval`.
 MADE = Path(posttrain.__file__).resolve().parents[3] / ".envs" / "lm-eval" / "bin" / "python"
 
 
@@ -23,7 +23,7 @@ def lm_eval_python(config: Config) -> str:
 
 
 def check_lm_eval(config: Config) -> Finding:
-    """Check what lm-eval needs, where tasks are named for it."""
+    """Check lm-eval's requirements if tasks are named."""
     if not config.evaluation.lm_eval.tasks:
         return skipped("lm-eval", f"{KEY}.tasks names none")
     if problem := next(find_lm_eval_problems(config), None):
@@ -32,7 +32,7 @@ def check_lm_eval(config: Config) -> Finding:
 
 
 def find_lm_eval_problems(config: Config) -> Iterator[Problem]:
-    """Yield what keeps lm-eval from being asked: no task, a folder that is not there, no lm-eval."""
+    """Yield problems that prevent lm-eval from running: no task, a missing folder, or no lm-eval."""
     wanted = config.evaluation.lm_eval
     if not wanted.tasks:
         remedy = f"set='{KEY}.tasks=[gsm8k]', for example; `lm_eval ls tasks` of its environment lists all"

@@ -1,4 +1,4 @@
-"""What a machine must offer: devices, the engine's interpreter, a free port, files that may be open at a time."""
+"""Requirements of a machine: devices, the engine's interpreter, a free port, and the limit of open files."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from posttrain.config.schema import Config
 from posttrain.plan.preflight.report import Finding, failed, ok, skipped
 from posttrain.plan.preflight.versions import installed_versions, pinned_versions, untested
 
-# A first import from a cold shared file system may take minutes; one that takes longer would make each start as slow.
+# A first import from a cold shared file system may take minutes; a longer one would slow down every start as much.
 IMPORT_TIMEOUT_SECONDS = 300.0
-# A trainer rank alone had 110 files, pipes and sockets open, and 8 to 12 more for each further rank: gloo connects all
-# ranks of each group with each other.
+# A single trainer rank had 110 open files, pipes and sockets, and 8 to 12 more for each further rank: gloo connects
+# all ranks of each group with each other.
 RANK_FILES, FILES_PER_RANK = 128, 16
 
 
 def check_devices(config: Config) -> Finding:
-    """Check that this machine has the GPUs that a node of the configuration has."""
+    """Check that this machine has the configured number of GPUs per node."""
     wanted = config.hardware.gpus_per_node
     if config.hardware.device == "cpu":
         return ok("devices", f"CPU, {os.cpu_count()} cores, {wanted} trainer ranks")
@@ -41,13 +41,13 @@ def check_devices(config: Config) -> Finding:
 
 
 def check_open_files(config: Config) -> Finding:
-    """Check that a trainer rank may have as many files open as it will; raises this process's limit where it may.
+    """Check a trainer rank's limit of open files; raises this process's soft limit if the hard limit allows it.
 
-    What is started from here gets the limit, too.
+    Child processes inherit the limit.
     """
     needed = RANK_FILES + FILES_PER_RANK * world_size(config) + config.rollout.rollout_batch_size
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # That there is no limit is a negative number.
+    # A negative number means no limit.
     if 0 <= soft < needed and not 0 <= hard < needed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
         return ok("open files", f"{needed} needed, the limit was raised from {soft} to that")
@@ -60,7 +60,7 @@ def check_open_files(config: Config) -> Finding:
 
 
 def check_versions(config: Config) -> Finding:
-    """Check that trainer and engine are a set of versions that was tested together."""
+    """Check that the versions of trainer and engine were tested together."""
     if config.site.launcher == "kubernetes" or config.site.container.runtime != "none":
         return skipped("versions", "an image has them; its nodes tell theirs before they train")
     installed = installed_versions(config)
@@ -73,7 +73,7 @@ def check_versions(config: Config) -> Finding:
 
 
 def check_engine_interpreter(config: Config) -> Finding:
-    """Check that the engine's interpreter starts and can import the engine."""
+    """Check that the engine's interpreter starts and imports the engine."""
     engine = config.engine
     if config.site.launcher == "kubernetes" and engine.python:
         return skipped("engine.python", f"{engine.python} is in the image of the pods")
@@ -85,7 +85,7 @@ def check_engine_interpreter(config: Config) -> Finding:
 
 
 def check_image(config: Config) -> Finding:
-    """Check that the image is there; whether a node can start it, only a node can tell."""
+    """Check that the image exists; only a node can check that it starts."""
     key, container = "site.container.image", config.site.container
     if container.runtime == "none":
         return skipped(key, "the nodes' own environment is used")
@@ -96,12 +96,12 @@ def check_image(config: Config) -> Finding:
 
 
 def check_interpreter(key: str, python: str, module: str) -> Finding:
-    """Check that `python` starts and imports `module`, as the engine will.
+    """Check that `python` starts and imports `module`, like the engine.
 
     Args:
         key: Config key that names the interpreter.
         python: Path, or a name on PATH.
-        module: Module that must be there.
+        module: Required module.
     """
     name, found = f"{key} imports {module}", shutil.which(python)
     remedy = f"set='{key}=PATH' to the interpreter of an environment that has {module}"
@@ -125,7 +125,7 @@ def check_interpreter(key: str, python: str, module: str) -> Finding:
 
 
 def check_broadcast(config: Config) -> Finding:
-    """Check that what passes files from node to node is installed, where it is asked for."""
+    """Check that the library for broadcasts between nodes is installed, if it is configured."""
     if config.stage.broadcast == "none":
         return skipped("stage.broadcast", "each node reads shared storage for itself")
     if config.site.container.runtime != "none":
@@ -138,7 +138,7 @@ def check_broadcast(config: Config) -> Finding:
 
 
 def check_ports(config: Config) -> list[Finding]:
-    """Check that the engines' ports are free, when they are fixed."""
+    """Check that the engines' ports are free, if they are fixed."""
     first, count = config.engine.port, config.engine.num_engines
     if first == 0:
         return [skipped("engine.port", "free ports are chosen when the engines start")]
@@ -146,9 +146,9 @@ def check_ports(config: Config) -> list[Finding]:
 
 
 def check_port(port: int, host: str = "127.0.0.1") -> Finding:
-    """Check that a server can listen on `port` of this machine, at one of its addresses."""
+    """Check that a server can listen on `port` of this machine, at one address."""
     with socket.socket() as probe:
-        # As servers do: a port whose last connection has just closed counts as free.
+        # Like servers: a port whose last connection has just closed counts as free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

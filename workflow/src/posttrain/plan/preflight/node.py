@@ -1,6 +1,6 @@
-"""What a node of a gang finds out about itself before it trains: GPUs, disks, versions.
+"""Self-check of a gang's node before training: GPUs, disks, versions.
 
-Whatever is wrong is returned in words, not raised: the head compares all nodes before it decides.
+Problems are returned as text instead of raised, because the head compares all nodes before it decides.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from posttrain.plan.preflight.versions import installed_versions, is_too_old
 
 NVIDIA_SMI = "nvidia-smi"
 _GPU_FIELDS = ("index", "name", "driver_version", "memory.used", "ecc.errors.uncorrected.volatile.total")
-# A healthy driver answers in seconds.
+# A healthy driver responds within seconds.
 QUERY_SECONDS = 60.0
-# A GPU that holds more than this before anything was started is used by somebody else, or by what they left.
+# A GPU with more used memory than this before the start is used by another process or has leftovers.
 USED_MIB = 4096
 # Small enough for a slow file system; the best of three, because others use it, too.
 WRITE_BYTES, NUM_WRITES = 16 << 20, 3
@@ -34,11 +34,11 @@ DISKS = {"node-local disk": "site.node_local", "shared storage": "site.results"}
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What a node says of itself.
+    """A node's report about itself.
 
     Args:
-        problems: Why it cannot train, for people; none when it can.
-        versions: Of packages and of the driver.
+        problems: Reasons why it cannot train, as text; empty if it can.
+        versions: Versions of packages and the driver.
         rates: MB/s of each disk.
     """
 
@@ -52,12 +52,12 @@ class NodeFacts:
 
 
 def inspect_node(config: Config, node_local: Path, shared: Path) -> NodeFacts:
-    """Return what this node is like.
+    """Return this node's report.
 
     Args:
         config: The resolved configuration.
-        node_local: Where its own copies go.
-        shared: A folder that all nodes see.
+        node_local: Folder of its local copies.
+        shared: Folder that all nodes share.
     """
     problems, versions, rates = [], installed_versions(config), {}
     if config.hardware.device == "cuda":
@@ -75,7 +75,7 @@ def inspect_node(config: Config, node_local: Path, shared: Path) -> NodeFacts:
 
 
 def check_transport(config: Config) -> list[str]:
-    """Return why what carries the KV cache cannot be used in the engines' environment; nothing where it can."""
+    """Return why the KV cache's transport cannot be used in the engines' environment; empty if it can."""
     backend, python = config.engine.pd.transfer_backend, transport_python(config)
     command = [python, "-c", f"import {', '.join(MODULES[backend])}"]
     environment = os.environ | transport_environment(config)
@@ -93,14 +93,14 @@ def check_transport(config: Config) -> list[str]:
 
 
 def transport_python(config: Config) -> str:
-    """Return the interpreter that has what carries the KV cache: the engines'."""
+    """Return the interpreter with the KV cache's transport: the engines'."""
     return config.engine.python or sys.executable
 
 
 def transport_environment(config: Config) -> dict[str, str]:
-    """Return the variables of what carries the KV cache: the engines', and the network's for UCX over TCP.
+    """Return the transport's variables: the engines', and the network interface for UCX over TCP.
 
-    On RDMA cards, UCX has other names for devices than the system has for interfaces.
+    With RDMA cards, UCX's device names differ from the system's interface names.
     """
     is_tcp = config.hardware.device == "cpu" and config.site.network_interface
     interface = {"UCX_NET_DEVICES": config.site.network_interface} if is_tcp else {}
@@ -108,10 +108,10 @@ def transport_environment(config: Config) -> dict[str, str]:
 
 
 def check_gpus(wanted: int) -> tuple[list[str], str]:
-    """Return what is wrong with this node's GPUs, and the driver's version.
+    """Return the problems of this node's GPUs, and the driver's version.
 
     Args:
-        wanted: GPUs that training uses.
+        wanted: Number of GPUs for training.
     """
     command = [NVIDIA_SMI, f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader,nounits"]
     try:
@@ -141,10 +141,10 @@ def _problems_of_gpu(row: Sequence[str]) -> list[str]:
 
 
 def write_rate(folder: Path) -> float:
-    """Return how fast a file is written and synced, MB/s, the best of a few times; what is read back must be the same.
+    """Return the rate of writing and syncing a file, MB/s, the best of several writes; verifies the content.
 
     Raises:
-        OSError: The folder cannot be written, or gives back other bytes.
+        OSError: The folder cannot be written, or returns other bytes.
     """
     folder.mkdir(parents=True, exist_ok=True)
     content = os.urandom(WRITE_BYTES)

@@ -1,4 +1,4 @@
-"""What should not become NVFP4, known before any job starts: asked when a rule needs the checkpoint for serving."""
+"""Checks before any job whether a model can become NVFP4; runs if a rule needs the checkpoint for serving."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from posttrain.plan.sizing.calibration import calibration_gib
 from posttrain.plan.sizing.memory_phases import capacity_gib
 from posttrain.store import Paths, read_json
 
-# How publishers call a release in eight or four bits.
+# Publishers' names of releases in eight or four bits.
 _QUANTISED_NAME = re.compile(r"[-_.](fp8|nvfp4|int4|int8|awq|gptq)\b", re.IGNORECASE)
 
 
 def refuse_unservable(paths: Paths) -> None:
-    """Raise a `ConfigError` for a checkpoint for serving that should not be made."""
+    """Raise a `ConfigError` if the checkpoint for serving should not be made."""
     config = paths.resolved.config
     if config.serving.format == "nvfp4":
         raise_if_any([*check_nvfp4(config), *_check_source(paths)])
 
 
 def check_nvfp4(config: Config) -> Iterator[Problem]:
-    """Yield what of the configuration keeps experts from becoming NVFP4 as engines should get them."""
+    """Yield settings that prevent a correct conversion of experts to NVFP4."""
     serving, arch = config.serving, config.model.architecture
     if not arch.n_routed_experts:
         allowed = "a model with routed experts: of a dense one nothing is on the list of what becomes NVFP4"
@@ -81,7 +81,7 @@ def _check_passes(config: Config) -> Iterator[Problem]:
 
 
 def _check_source(paths: Paths) -> Iterator[Problem]:
-    """Yield that the weights are quantised already, by their config where it is there, or else by their name."""
+    """Yield a problem if the weights are already quantised, by their config if it exists, otherwise by their name."""
     config = paths.resolved.config
     source = config.model.source
     remedy = "give the BF16 release that it was made from: model.source.repo_id, or model.source.kind=folder"
@@ -90,7 +90,7 @@ def _check_source(paths: Paths) -> Iterator[Problem]:
         try:
             declared = read_json(folder / "config.json").get("quantization_config")
         except (OSError, ValueError, AttributeError):
-            continue  # not there yet; who reads it tells what is wrong with it
+            continue  # does not exist yet, or its reader reports the error
         if declared:
             method = declared.get("quant_method") if isinstance(declared, dict) else declared
             yield Problem("already-quantized", "model.source", f"{folder}: quantised ({method})", allowed, remedy)

@@ -1,6 +1,6 @@
-"""What this version cannot run although the plan can be made, rule by rule, and the nearest that it can.
+"""Requests that can be planned but not run by this version, rule by rule, and the nearest that can run.
 
-The driver asks when it knows which rules would run: a dry run ends with these words, a run ends before its first job.
+The driver checks the rules that would run: a dry run ends with these messages, a run stops before its first job.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from posttrain.plan.problems import find_problems
 from posttrain.plan.resolve import resolve
 from posttrain.store import Paths
 
-# Rules that fetch what cannot be converted, and that train; others, but those that serve, ask for nothing that this
-# version lacks.
+# Rules that fetch a model, which may not be convertible, and that train. Other rules, except those that serve, need
+# no feature that this version lacks.
 FETCHING = ("list_hf_checkpoint", "download_hf_checkpoint")
 TRAINING = ("resolve_config", "train")
 GRADING = (*TRAINING, "approve_data", "evaluate")
-# Rules that read suites; what a calibration reads is fetched by the same rule.
+# Rules that read suites; the same rule also fetches calibration data.
 ASKING = ("approve_data", "evaluate", "ask_precision")
-# They serve the model in the precision of evaluations; each of those that are compared is looked at by itself.
+# Serve the model in the evaluations' precision; each precision of a comparison is checked separately.
 SERVING_ONE = tuple(rule for rule in SERVING if rule != "ask_precision")
-# Shortest responses that a nearest configuration may be left with.
+# Minimum response length of a nearest configuration.
 SHORTEST_RESPONSE_TOKENS = 1024
 PAGE = "`snakemake plan` with the same --config draws all figures."
 
 
 def find_refusals(config: Config, rules: Collection[str]) -> list[Problem]:
-    """Return what keeps this version from running some rules.
+    """Return the problems that prevent this version from running some rules.
 
     Args:
         config: The resolved configuration.
-        rules: Names of the rules that would run; a workflow that imports this one may put something before them.
+        rules: Names of the rules that would run; a workflow that imports this one may add a prefix.
     """
     found: list[Problem] = []
     if any(rule.endswith(FETCHING) for rule in rules):
@@ -69,7 +69,7 @@ def find_refusals(config: Config, rules: Collection[str]) -> list[Problem]:
 
 
 def _check_benchmark(config: Config) -> Iterator[Problem]:
-    """Yield that a benchmark asks for what the model has no room for."""
+    """Yield a problem if a benchmark exceeds the model's maximum length."""
     asked, room = config.evaluation.serving, config.model.architecture.max_position_embeddings
     length = asked.output_tokens + (asked.input_tokens if asked.prompts == "random" else 1)
     if length > room:
@@ -87,16 +87,16 @@ def _check_secret(config: Config) -> Iterator[Problem]:
 
 
 def refuse_unfit(paths: Paths) -> None:
-    """Raise a `ConfigError` for what does not fit this hardware and site; what has been trained stays."""
+    """Raise a `ConfigError` if the run does not fit this hardware and site; a finished training is accepted."""
     if not paths.train_done.exists():
         raise_if_any(find_problems(paths.resolved.config), hint=PAGE)
 
 
 def refusal(workflow: Mapping[str, Any], config_dir: Path, config: Config, rules: Collection[str]) -> str:
-    """Return what a user is told of `find_refusals`, with the nearest request that works; empty where all can run.
+    """Return the message of `find_refusals`, with the nearest request that works; empty if all rules can run.
 
     Args:
-        workflow: What the configuration was resolved from.
+        workflow: The request that the configuration was resolved from.
         config_dir: The folder `config/`.
         config: The resolved configuration.
         rules: Names of the rules that would run.
@@ -114,13 +114,13 @@ def nearest_request(workflow: Mapping[str, Any], config_dir: Path, config: Confi
     """Return the nearest request that this version can train, in words; "" if there is none or it can train this one.
 
     Args:
-        workflow: What the configuration was resolved from.
+        workflow: The request that the configuration was resolved from.
         config_dir: The folder `config/`.
         config: The configuration.
     """
     if not [*check_trainable(config), *find_problems(config)]:
-        return ""  # Something else is wrong: a key of W&B, an evaluation.
-    # What only the user knows takes a stand-in's place in the trial, and stays a blank in the answer.
+        return ""  # The problem is another one: a W&B key, an evaluation.
+    # Values that only the user knows have a placeholder in the trial, and stay blank in the answer.
     stands_in = {"site.launcher": "slurm", "site.node_names": "[]"} if _needs_site(config) else {}
     stands_in |= {"model.source.revision": "a" * 40} if config.model.source.revision == UNPINNED else {}
     for changes in _changes(config):
@@ -134,7 +134,7 @@ def _needs_site(config: Config) -> bool:
 
 
 def _changes(config: Config) -> Iterator[dict[str, object]]:
-    """Yield what may be changed, the least first: nothing but what the user knows, then ever shorter responses."""
+    """Yield possible changes, smallest first: only the user's own values, then ever shorter responses."""
     yield {}
     tokens = config.rollout.max_response_tokens // 2
     while tokens >= SHORTEST_RESPONSE_TOKENS:

@@ -1,4 +1,4 @@
-"""What a check found, and how a list of checks is shown."""
+"""The result of a check, and the output of a list of checks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from posttrain.errors import Problem, raise_if_any
 
 @dataclass(frozen=True)
 class Finding:
-    """The outcome of one check.
+    """The result of one check.
 
     Args:
-        name: What was checked.
-        detail: What was found, in a few words; also why a check was skipped.
-        problem: What is wrong; None when nothing is.
+        name: Name of the check.
+        detail: The result in a few words, or the reason why a check was skipped.
+        problem: The problem; None if the check passed.
         is_skipped: The check does not apply here.
     """
 
@@ -45,7 +45,7 @@ def ok(name: str, detail: str) -> Finding:
 
 
 def skipped(name: str, reason: str) -> Finding:
-    """Return a check that does not apply, with the reason."""
+    """Return the result of a check that does not apply, with the reason."""
     return Finding(name, reason, is_skipped=True)
 
 
@@ -60,8 +60,8 @@ def raise_problems(findings: Sequence[Finding]) -> None:
 
 
 def print_findings(findings: list[Finding]) -> None:
-    """Print one line per check on stdout."""
-    # What every dry run reads imports no printer.
+    """Print one line per check to stdout."""
+    # Imported here, because every dry run imports this module and needs no printing.
     from rich.console import Console
     from rich.markup import escape
 

@@ -1,4 +1,4 @@
-"""Checks that the environment has the tokens of services and judges; a dry run reads them and contacts no service."""
+"""Checks that the environment has the tokens of services and judges; dry runs check them and contact no service."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from posttrain.plan.preflight.report import Finding, ok
 
 
 def token_of(section: str, address: Address) -> str:
-    """Return the token that an address is shown; "" where it wants none.
+    """Return the token for an address; "" if it needs none.
 
     Raises:
-        ConfigError: The environment does not have it, or not as it can be sent; the token is not told.
+        ConfigError: The environment lacks it, or it has invalid characters; the message never shows the token.
     """
     variable = address.token_variable
     if not variable:
@@ -32,7 +32,7 @@ def token_of(section: str, address: Address) -> str:
 
 
 def check_reward_tokens(config: Config) -> list[Finding]:
-    """Check that the tokens are there of all services and judges that `data.reward` names. They are never shown."""
+    """Check that the tokens of all services and judges in `data.reward` are set. They are never shown."""
     findings = []
     for section, _, address in addresses(config, only_used=True):
         try:

@@ -1,4 +1,4 @@
-"""What the site's scheduler must offer: its programs, its partition, enough nodes, the executor."""
+"""Requirements of the site's scheduler: its programs, its partition, enough nodes, and the executor."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from posttrain.plan.preflight.report import Finding, failed, ok, skipped
 
 PROGRAMS = ("sbatch", "srun", "squeue", "scontrol", "sinfo")
 EXECUTOR = "snakemake_executor_plugin_slurm"
-# A controller that has no answer for so long starts no job either.
+# A controller that does not answer for this long starts no jobs either.
 QUERY_SECONDS = 60.0
 
 
 def check_scheduler(config: Config) -> list[Finding]:
-    """Check that training could be submitted from this machine."""
+    """Check that training can be submitted from this machine."""
     if config.site.launcher != "slurm":
         return [skipped("site.launcher", f"{config.site.launcher}: nothing is submitted")]
     if missing := [name for name in PROGRAMS if shutil.which(name) is None]:
@@ -44,7 +44,7 @@ def _check_executor() -> Finding:
 
 
 def _check_partition(config: Config) -> Finding:
-    """Check that the partition is there and large enough; nodes that are busy or down count."""
+    """Check that the partition exists and has enough nodes, including busy and down ones."""
     slurm, key = config.site.slurm, "site.slurm.partition"
     chosen = ["--partition", slurm.partition] if slurm.partition else []
     command = ["sinfo", "--noheader", "--format", "%R %D", *chosen]

@@ -1,4 +1,4 @@
-"""What must be reachable: the Hugging Face Hub."""
+"""Checks that the Hugging Face Hub is reachable."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from posttrain.config.data import UNPINNED, sources_of
 from posttrain.plan.preflight.report import Finding, failed, ok, skipped
 from posttrain.store import Paths, receipt_of, suite_folders
 
-# A Hub that is slower for one question is no Hub to load a model from; nobody waits longer for a check.
+# A Hub that takes longer for one request is too slow to load a model from, and the check must stay short.
 HUB_TIMEOUT_SECONDS = 10.0
 
 
 def check_hub_sources(paths: Paths) -> list[Finding]:
-    """Check that every Hub repository of the configuration can be seen at its revision."""
+    """Check that every Hub repository of the configuration is accessible at its revision."""
     config = paths.resolved.config
     sources = []
     if config.model.source.kind == "hub":
@@ -43,10 +43,10 @@ def check_hub_sources(paths: Paths) -> list[Finding]:
 
 
 def check_repository(key: str, kind: str, repo_id: str, revision: str) -> Finding:
-    """Ask the Hub for one revision of a repository.
+    """Query the Hub for one revision of a repository.
 
     Args:
-        key: Config section that names it.
+        key: Config section of the repository.
         kind: "model" or "dataset".
         repo_id: `owner/name`.
         revision: Commit.
@@ -60,7 +60,7 @@ def check_repository(key: str, kind: str, repo_id: str, revision: str) -> Findin
         return failed("revision-not-pinned", name, f"{key}.revision", UNPINNED, f"a commit of {repo_id}", remedy)
     try:
         HfApi().repo_info(repo_id, revision=revision, repo_type=kind, timeout=HUB_TIMEOUT_SECONDS)
-        # A gated repository shows what it does not give.
+        # A gated repository shows its metadata without granting access to its files.
         HfApi().auth_check(repo_id, repo_type=kind)
     except RevisionNotFoundError:
         remedy = "copy the commit from the repository's page"

@@ -1,4 +1,4 @@
-"""Folders that must be writable, and room for what will be written into them."""
+"""Checks that folders are writable, and that the disks have enough space for the run's files."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from posttrain.plan.sizing.storage import Storage, storage
 from posttrain.readable import format_bytes
 from posttrain.store import Paths, partial_of
 
-# Room that logs, datasets, persisted rollouts and file headers may take beside the tensors.
+# Reserve for logs, datasets, persisted rollouts and file headers, in addition to the tensors.
 SPARE_BYTES = 1 << 30
-# Some file systems make an empty file however full they are. As much as a step's log and Snakemake's own records take.
+# Some full file systems still create empty files. The size of a step's log and Snakemake's own records.
 TRIED_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes that one configured root will get.
+    """Bytes that one configured root needs.
 
     Args:
         key: Config key of the root.
         folder: The root.
-        missing_bytes: What is still to be written below it.
+        missing_bytes: Bytes that remain to be written in it.
     """
 
     key: str
@@ -36,14 +36,14 @@ class Need:
 
 
 def check_storage(paths: Paths) -> list[Finding]:
-    """Check that every root can be written and that each disk has room for all that goes there."""
+    """Check that every root is writable and that each disk has enough space."""
     needs = storage_needs(paths)
     findings = [check_writable(need.key, need.folder) for need in needs]
     return [*findings, *check_free_space(needs)]
 
 
 def storage_needs(paths: Paths) -> list[Need]:
-    """Return the bytes still to be written below each root, without what earlier attempts wrote."""
+    """Return the bytes that remain to be written in each root, excluding those of earlier attempts."""
     site, needed = paths.resolved.config.site, storage(paths.resolved.config)
     copies = max(1, len(site.node_names))
     local = sum(
@@ -59,7 +59,7 @@ def storage_needs(paths: Paths) -> list[Need]:
 
 
 def check_writable(key: str, folder: Path) -> Finding:
-    """Write and remove a small file in `folder`, or in the nearest folder above it that exists."""
+    """Write and remove a small file in `folder`, or in its nearest existing parent."""
     existing = nearest_existing(folder)
     try:
         with tempfile.NamedTemporaryFile(dir=existing, prefix=".posttrain-check-"):
@@ -74,16 +74,16 @@ def check_writable(key: str, folder: Path) -> Finding:
 def require_writable(outputs: Iterable[str | Path]) -> None:
     """Check that the folders of the next outputs are writable and not full.
 
-    Those that are not there yet can be made.
+    Missing folders are checked at their nearest existing parent.
 
     Raises:
-        OSError: Naming the folder.
+        OSError: A folder fails; names it.
     """
     for folder in sorted({nearest_existing(Path(output).parent) for output in outputs}):
         try:
             with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
                 written = file.write(bytes(TRIED_BYTES))
-                # The last part of a write says why the rest did not fit; a network file system only when it is synced.
+                # The last part of a short write raises the reason; a network file system raises it only on sync.
                 file.write(bytes(TRIED_BYTES - written))
                 os.fsync(file.fileno())
         except OSError as error:
@@ -92,7 +92,7 @@ def require_writable(outputs: Iterable[str | Path]) -> None:
 
 
 def check_free_space(needs: list[Need]) -> list[Finding]:
-    """Compare the bytes for each disk with its free space; roots on one disk share it."""
+    """Compare each disk's required bytes with its free space; roots on one disk share it."""
     by_disk: dict[int, list[Need]] = {}
     for need in needs:
         by_disk.setdefault(os.stat(nearest_existing(need.folder)).st_dev, []).append(need)
@@ -100,7 +100,7 @@ def check_free_space(needs: list[Need]) -> list[Finding]:
 
 
 def bytes_below(folder: Path) -> int:
-    """Return the bytes of all regular files below `folder`, links not followed; 0 when it does not exist."""
+    """Return the bytes of all regular files below `folder`, without following links; 0 if it does not exist."""
     sizes: Mapping[tuple[int, int], int] = {
         (status.st_dev, status.st_ino): status.st_size
         for parent, _, names in os.walk(folder)
@@ -112,7 +112,7 @@ def bytes_below(folder: Path) -> int:
 
 
 def nearest_existing(folder: Path) -> Path:
-    """Return `folder`, or the closest folder above it that exists."""
+    """Return `folder`, or its closest existing parent."""
     folder = folder.absolute()
     return next(path for path in (folder, *folder.parents) if path.is_dir())
 

@@ -1,7 +1,7 @@
-"""Which versions a node would run, and whether they are a set that was tested together.
+"""A node's package versions, and whether they were tested together.
 
-The tested sets are the pins of `envs/`: one for CPUs, one for GPUs, trainer and engine apart. The driver is no pin: it
-has to be new enough for the CUDA release that torch was built with.
+The tested sets are the pins of `envs/`: one for CPUs, one for GPUs, separately for trainer and engine. The driver has
+no pin: it must be new enough for torch's CUDA release.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ PINS = {
     "cpu": ("cpu/constraints.txt", "sglang-cpu/requirements.txt"),
     "cuda": ("gpu/trainer.txt", "gpu/engine.txt"),
 }
-# The first driver that runs programs of CUDA 13.0: CUDA 13.0 release notes, table 2, column "Linux".
+# The oldest driver for programs of CUDA 13.0: CUDA 13.0 release notes, table 2, column "Linux".
 OLDEST_DRIVER = "580.65.06"
-# The start of an interpreter, from a cold file system too.
+# Covers the start of an interpreter from a cold file system.
 QUERY_SECONDS = 60.0
 _QUERY = """
 import sys
@@ -43,7 +43,7 @@ _PIN = re.compile(r"^([A-Za-z0-9_.-]+)(?:\[[^]]*\])?==([^\s;#]+)", re.MULTILINE)
 
 
 def installed_versions(config: Config) -> dict[str, str]:
-    """Return the versions in this machine's environments: `trainer torch` -> `2.13.0`; missing ones are left out.
+    """Return the versions in this machine's environments: `trainer torch` -> `2.13.0`; missing packages are omitted.
 
     Args:
         config: The resolved configuration, with the engine's interpreter.
@@ -56,14 +56,14 @@ def installed_versions(config: Config) -> dict[str, str]:
 
 
 def pinned_versions(config: Config) -> dict[str, str]:
-    """Return the pins of the set that was tested for a device, as `installed_versions` names them."""
+    """Return the pins of a device's tested set, named as in `installed_versions`."""
     trainer, engine = (_pins(ENVIRONMENTS / name) for name in PINS[config.hardware.device])
     tested = {f"trainer {name}": trainer[name] for name in TRAINER_PACKAGES if name in trainer}
     return tested | {f"engine {name}": engine[name] for name in ENGINE_PACKAGES if name in engine}
 
 
 def untested(installed: Mapping[str, str], tested: Mapping[str, str]) -> list[str]:
-    """Return a line for each version that is not the tested one; a build's suffix (`+cpu`, `+cu130`) does not count."""
+    """Return a line for each version that differs from the tested one; ignores a build's suffix (`+cpu`, `+cu130`)."""
     return [
         f"{name} {version} (tested: {tested[name]})"
         for name, version in installed.items()
@@ -72,7 +72,7 @@ def untested(installed: Mapping[str, str], tested: Mapping[str, str]) -> list[st
 
 
 def is_too_old(driver: str) -> bool:
-    """Return whether an NVIDIA driver is older than what torch's CUDA release needs."""
+    """Return whether an NVIDIA driver is older than torch's CUDA release requires."""
     return Version(driver) < Version(OLDEST_DRIVER)
 
 
@@ -84,7 +84,7 @@ def _version(name: str) -> str | None:
 
 
 def _versions_of(python: str, names: Sequence[str]) -> dict[str, str]:
-    """Return the versions of another interpreter's packages; none where it does not start."""
+    """Return the versions of another interpreter's packages; empty if it does not start."""
     command = [python, "-c", _QUERY, *names]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_SECONDS, check=False)

@@ -1,4 +1,4 @@
-"""Whether Weights & Biases has its key; read at dry runs, so without the library."""
+"""Checks that Weights & Biases has its key, without importing the library, because dry runs check it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from posttrain.report.wandb_login import login_of_wandb
 
 
 def check_wandb(config: Config) -> Finding:
-    """Check that W&B has its key when it is to be online. The key itself is never shown."""
+    """Check that W&B has its key if it is online. The key itself is never shown."""
     if not config.logging.wandb or config.logging.wandb_mode == "offline":
         return ok("W&B", "offline" if config.logging.wandb else "off")
     if found := login_of_wandb():

@@ -1,6 +1,6 @@
 """All figures that the plan assumes because they were not measured for this trainer.
 
-Each can be doubted by itself; `plan.json` repeats them under "assumptions".
+`plan.json` repeats them under "assumptions".
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Unmeasured figures; GiB per GPU where no other unit is named.
+    """Unmeasured figures, in GiB per GPU unless stated otherwise.
 
     Args:
-        cuda_context: CUDA context and loaded kernels of one process; this and the next two: `sizing.unseen`.
+        cuda_context: CUDA context and loaded kernels of one process; for this and the next two see `untracked_memory`.
         nccl: Buffers of the communicators: TP, PP, CP, EP, data parallel and the world.
-        deepep: Send and receive buffers of DeepEP, when the trainer uses it.
+        deepep: DeepEP's send and receive buffers, if the trainer uses it.
         engine_work: Activations, CUDA graphs and communicators of an engine, beyond its static share.
         cpu_process: Interpreter and libraries of a trainer rank on a CPU machine.
-        fragmentation: Share of what is allocated and freed in a step that the allocator cannot use again.
-        headroom: Share of a GPU's memory that has to stay free for a layout to be proposed first.
+        fragmentation: Share of the memory allocated and freed in a step that the allocator cannot reuse.
+        headroom: Share of a GPU's memory that a preferred layout leaves free.
         expert_imbalance: Rows at the busiest rank's experts over the mean, in the worst layer and micro-batch.
-        prompt_share: Longest prompt over the longest response.
-        queue_seconds: Wait of a job that was requeued for new nodes, or that asks for a spare one.
+        prompt_share: Longest prompt over longest response.
+        queue_seconds: Queue time of a job requeued for new nodes, or waiting for a spare one.
     """
 
     cuda_context: float = 1.5

@@ -1,4 +1,4 @@
-"""Needs of a calibration: forward passes in training's layout, without gradients, optimizer or engines."""
+"""Memory of a calibration: forward passes in training's layout, without gradients, optimizer or engines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from posttrain.config.derived import calibrating, calibration_passes
 from posttrain.config.schema import Config
 from posttrain.plan.sizing.memory_phases import phase_memory
 
-# Of a rank's memory in training, what a model that is only evaluated has not.
+# Parts of a rank's training memory that a forward pass does not need.
 _OF_TRAINING = ("gradients", "optimizer", "engine_weights", "kv_pool", "engine_work", "engine_routes", "sent_weights")
 
 
@@ -16,20 +16,20 @@ def calibration_gib(config: Config) -> float:
     """Return the memory of the fullest rank, in GiB.
 
     Example:
-        GLM-5 on 16 nodes of 8 H200: a pass has what a pass for old log-probabilities has.
+        GLM-5 on 16 nodes of 8 H200: the same as a pass for old log-probabilities.
     """
     ranks = calibrating(config)
-    # As with engines that are somewhere else: nobody shares the GPU.
+    # No engine shares the GPU, as with engines on their own nodes.
     alone = replace(ranks, engine=replace(ranks.engine, sleep="auto"))
     passes = [item for item in phase_memory(alone) if item.phase == "old_logprobs"]
     return max(sum(gib for part, gib in item.gpu.items() if part not in _OF_TRAINING) for item in passes)
 
 
 def describe_calibration(config: Config) -> str:
-    """Return what is read, and what a rank needs, in words."""
+    """Describe the calibration data and the memory of a rank."""
     return f"{conversations(config) or 'no'} conversations, {calibration_gib(config):.1f} GiB per rank"
 
 
 def conversations(config: Config) -> str:
-    """Return what the passes read: "512 coding + 512 broad"."""
+    """Describe the samples: "512 coding + 512 broad"."""
     return " + ".join(f"{wanted.num_samples} {name}" for name, wanted in calibration_passes(config).items())

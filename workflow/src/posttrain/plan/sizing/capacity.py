@@ -1,7 +1,7 @@
-"""Capacities of a node and of the shared storage, against what the plan needs; free space is a matter for the check.
+"""Compares capacities of a node and of shared storage with the plan's needs; free space is checked elsewhere.
 
-A site's declaration is the cluster's own word, so a plan that exceeds it is a problem. What `config/hardware` says of
-host memory and disks is typical of such machines: a plan that exceeds it is warned of, and refused by nothing.
+A site's declared capacities are limits, so a plan that exceeds one is a problem. Host memory and disks in
+`config/hardware` are typical of such machines: a plan that exceeds one gets a warning.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def check_declared(config: Config, needed: Storage, host_memory_gib: float) -> I
 
 
 def check_typical(config: Config, needed: Storage, host_memory_gib: float) -> Iterator[Problem]:
-    """Yield a problem for each undeclared capacity that such nodes usually lack.
+    """Yield a problem for each undeclared capacity that typical nodes lack.
 
     Args:
         config: The configuration.

@@ -1,18 +1,18 @@
-"""Memory of a serving engine: weights per GPU, and how many tokens of KV cache are left.
+"""Memory of a serving engine: weights per GPU, and the number of KV cache tokens that fit into the rest.
 
-A token's KV cache in each layer is, with MLA, the latent with its rotary part in BF16, and the indexer's key: one FP8
-code per dimension and one FP32 scale, counted in every layer though one that takes a choice over needs none; with GQA
-a key and a value per key-value head in BF16:
+With MLA a token's KV cache per layer is the latent and its rotary part in BF16, and the indexer's key with one FP8 code
+per dimension and one FP32 scale, counted for every layer although a layer that reuses a selection needs no key. With
+GQA it is a key and a value per key-value head in BF16:
 
     MLA   bytes per token = layers ((kv_rank + rope) 2 + (index_dim + 4))   GLM-5: 78 ((512 + 64) 2 + 132) = 100,152
     GQA   bytes per token = layers (2 heads dim) 2                          Qwen3-4B: 36 (2 8 128) 2 = 147,456
 
-It is handed out in pages of 64 tokens. The latent has no heads to cut, so a tensor-parallel engine keeps the
-same cache on every GPU; key-value heads are spread over its GPUs, each GPU holding at least one. With data-parallel
-attention each GPU keeps the whole cache of its own requests.
+Pages have 64 tokens. The latent has no heads, so a tensor-parallel engine replicates the cache on every GPU; key-value
+heads are distributed over its GPUs, at least one per GPU. With data-parallel attention each GPU holds the whole cache
+of its own requests.
 
-With prefill apart from decode the figures are a decode engine's: requests stay there until they end, and its cache
-decides how many run at a time. An engine that only prefills has weights and a pool of its own, `EngineMemory.prefill`.
+With separate prefill the figures are a decode engine's: requests stay there until they end, and its cache limits the
+number of concurrent ones. An engine that only prefills has its own weights and pool, `EngineMemory.prefill`.
 
 Source of the layout: sgl-project/sglang, python/sglang/srt/mem_cache/memory_pool.py (MLATokenToKVPool,
 NSATokenToKVPool, MHATokenToKVPool); a server's own figures in seeds/vllm-glm5-b200-deployment.txt.
@@ -31,9 +31,9 @@ from posttrain.plan.flags.sglang_flags import DECODE, KV_PAGE_TOKENS, PREFILL, h
 from posttrain.plan.sizing.memory import GIB
 from posttrain.plan.sizing.model_size import model_weights
 
-# An engine must hold at least one request of this length, and leave the rest of the memory to what is not modelled.
+# An engine must hold at least one request of this length; the rest of the memory is reserved for unmodelled parts.
 REQUEST_TOKENS, SERVING_SHARE = 32768, 0.95
-# SGLang's pool is what `mem_fraction_static` of the memory free before loading leaves beside what loading took (sglang,
+# SGLang's pool is `mem_fraction_static` of the memory free before loading, minus the memory used by loading (sglang,
 # srt/mem_cache/kv_cache_configurator.py); neither is published for an engine of GLM-5.
 POOL_BOUND = (
     "engine.kv_tokens is an upper bound: it takes the whole GPU for free before loading, and weights for all that is "
@@ -52,16 +52,16 @@ NOT_MODELLED = (
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Memory of one engine, of one that decodes where engines differ.
+    """Memory of one engine; of a decode engine if prefill is separate.
 
     Args:
         attention: "data_parallel" (each GPU holds all but the experts) or "tensor_parallel".
         weights_gib_per_gpu: Weights on one GPU.
-        kv_bytes_per_token: KV cache of one token on the GPU that holds it.
-        kv_gib_per_gpu: What `mem_fraction_static` leaves for the cache; None without a pool.
+        kv_bytes_per_token: KV cache of one token on each GPU that holds it.
+        kv_gib_per_gpu: Memory for the cache, from `mem_fraction_static`; None without a pool.
         kv_tokens_per_gpu: Tokens that fit into it; None without a pool.
         kv_tokens: Tokens that fit into the whole engine; None without a pool.
-        prefill: Memory of an engine that only prefills; None where every engine does both.
+        prefill: Memory of an engine that only prefills; None if every engine does both.
     """
 
     attention: str
@@ -74,13 +74,13 @@ class EngineMemory:
 
 
 def kv_bytes_per_token(arch: Architecture, num_gpus: int = 1, kv_format: str = "bf16") -> int:
-    """Return the bytes of KV cache that one token takes in all layers, on each GPU that holds a part of it.
+    """Return the bytes of one token's KV cache in all layers, on each GPU that holds a part of it.
 
     Args:
         arch: The model.
-        num_gpus: GPUs over which tensor parallelism spreads key-value heads; 1 with data-parallel attention.
-        kv_format: "bf16" or "fp8". In FP8 a latent is a byte per dimension with an FP32 scale per 128 of them, and
-            its rotary part stays BF16 (deepseek-ai/FlashMLA, README, "FP8 KV cache": 512 + 16 + 128 bytes).
+        num_gpus: GPUs over which tensor parallelism distributes key-value heads; 1 with data-parallel attention.
+        kv_format: "bf16" or "fp8". In FP8 a latent has a byte per dimension and an FP32 scale per 128 of them, and its
+            rotary part stays BF16 (deepseek-ai/FlashMLA, README, "FP8 KV cache": 512 + 16 + 128 bytes).
     """
     assert kv_format in ("bf16", "fp8"), kv_format
     if not arch.kv_lora_rank:
@@ -93,7 +93,7 @@ def kv_bytes_per_token(arch: Architecture, num_gpus: int = 1, kv_format: str = "
 
 
 def kv_tokens(arch: Architecture, memory_bytes: float, num_gpus: int = 1) -> int:
-    """Return how many tokens fit into `memory_bytes` of each GPU, in whole pages; see `kv_bytes_per_token`.
+    """Return the number of tokens that fit into `memory_bytes` of each GPU, in whole pages; see `kv_bytes_per_token`.
 
     Example:
         GLM-5: 64.49 GiB hold 691,392 tokens.
@@ -109,9 +109,9 @@ def weights_bytes_per_gpu(arch: Architecture, num_gpus: int, bytes_per_weight: s
     Args:
         arch: The model.
         num_gpus: GPUs of the engine.
-        bytes_per_weight: "fp8" (block scales included), "nvfp4", "bf16" or "fp32".
-        attention: "data_parallel": every GPU holds all but the experts, which are spread. "tensor_parallel":
-            what tensor parallelism can cut is cut as well.
+        bytes_per_weight: "fp8" (including block scales), "nvfp4", "bf16" or "fp32".
+        attention: "data_parallel": every GPU holds all weights except the experts, which are distributed.
+            "tensor_parallel": weights that tensor parallelism can split are split, too.
     """
     total = 0
     for weight in model_weights(arch):
@@ -125,13 +125,13 @@ def weights_bytes_per_gpu(arch: Architecture, num_gpus: int, bytes_per_weight: s
 def serving_gib_per_gpu(
     arch: Architecture, num_gpus: int, bytes_per_weight: str, attention: str = "tensor_parallel"
 ) -> float:
-    """Return what the smallest useful engine takes on each GPU: the weights and one long request.
+    """Return the memory of the smallest useful engine on each GPU: the weights and one long request.
 
     Args:
         arch: The model.
         num_gpus: GPUs of the engine.
         bytes_per_weight: See `weights_bytes_per_gpu`.
-        attention: The same.
+        attention: See `weights_bytes_per_gpu`.
     """
     weights = weights_bytes_per_gpu(arch, num_gpus, bytes_per_weight, attention)
     spread = num_gpus if attention == "tensor_parallel" else 1
@@ -141,13 +141,13 @@ def serving_gib_per_gpu(
 def fits(
     arch: Architecture, hardware: Hardware, num_gpus: int, bytes_per_weight: str, attention: str = "tensor_parallel"
 ) -> bool:
-    """Return whether an engine fits: `serving_gib_per_gpu` in 95 % of the memory the driver reports."""
+    """Return whether an engine fits: `serving_gib_per_gpu` within 95 % of the memory reported by the driver."""
     needed = serving_gib_per_gpu(arch, num_gpus, bytes_per_weight, attention)
     return needed <= SERVING_SHARE * hardware.memory_gib_per_gpu
 
 
 def engine_memory(config: Config) -> EngineMemory:
-    """Return the memory of one engine as the configuration starts it."""
+    """Return the memory of one engine of the configuration."""
     if PREFILL not in roles(config):
         return _memory_of(config, config.engine.gpus_per_engine)
     prefill = _memory_of(config, world_size(config, PREFILL))

@@ -1,4 +1,4 @@
-"""What an evaluation takes: engines on one node, or one over as many as hold the model, in the precision that fits."""
+"""Engines of an evaluation: on one node, or one over as many nodes as the model needs, in the precision that fits."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from posttrain.config.schema import Config
 from posttrain.plan.flags.sglang_flags import has_dp_attention, nodes_per_engine
 from posttrain.plan.sizing.engine import engine_memory
 
-# Beyond this nobody would serve a model for an evaluation.
+# No evaluation serves a model on more nodes.
 MOST_NODES = 64
 
 
 def serving_config(config: Config) -> Config:
-    """Return the configuration of the engines that evaluations ask, on nodes of their own job.
+    """Return the configuration of the evaluations' engines, on the nodes of their own job.
 
-    On GPUs these are as many as one node has room for, of training's size or, where that holds the weights in another
-    precision alone, of the next size that holds them. Where a node does not hold the model, one engine spans as few as
-    do. Attention is cut where so many GPUs have no room for a copy of it each.
+    On GPUs one node is filled with engines of training's size or, if that only holds the weights in another precision,
+    of the next larger size. If a node cannot hold the model, one engine spans the fewest nodes that can. Attention is
+    split if the GPUs have no memory for a copy each.
     """
     is_fp8 = evaluates_fp8(config)
     if config.hardware.device == "cpu":
@@ -34,7 +34,7 @@ def evaluates_fp8(config: Config) -> bool:
     """Return whether evaluations before and after training serve the weights in FP8 (`evaluation.precision`).
 
     Example:
-        GLM-5 on nodes of 8 H200: yes; in BF16 it would take 2 of them.
+        GLM-5 on nodes of 8 H200: yes; in BF16 it would need 2 of them.
     """
     if config.evaluation.precision != "auto":
         return config.evaluation.precision == "fp8"
@@ -50,7 +50,7 @@ def quantises_for_engines(config: Config) -> bool:
 
 
 def evaluation_nodes(config: Config) -> int:
-    """Return the nodes of an evaluation's job; 0 where no number up to `MOST_NODES` holds the model.
+    """Return the number of nodes of an evaluation's job; 0 if none up to `MOST_NODES` suffices.
 
     Example:
         GLM-5 on nodes of 8 H200: 1, in FP8; 2 with `evaluation.precision=source`.
@@ -64,7 +64,7 @@ def evaluation_nodes(config: Config) -> int:
 
 
 def _on_fewest_nodes(config: Config, is_fp8: bool) -> Config | None:
-    """Return the configuration of engines on the fewest nodes that hold the model; None where too many would not."""
+    """Return the configuration of engines on the fewest nodes that hold the model; None above `MOST_NODES`."""
     per_node = config.hardware.gpus_per_node
     size = min(config.engine.gpus_per_engine, per_node)
     sizes = [size * 2**doubled for doubled in range(per_node.bit_length()) if size * 2**doubled <= per_node]
@@ -72,21 +72,21 @@ def _on_fewest_nodes(config: Config, is_fp8: bool) -> Config | None:
     tried = (_on_nodes(config, is_fp8, 1, size, dp_attention) for size, dp_attention in on_one)
     if served := next(filter(_has_room, tried), None):
         return served
-    # Of one engine over nodes all GPUs are taken; SGLang cannot cut every model into so many parts.
+    # An engine over several nodes uses all their GPUs; SGLang cannot split every model over that many.
     counts = ((nodes, dp_attention) for nodes in range(2, MOST_NODES + 1) for dp_attention in (True, False))
     tried = (_on_nodes(config, is_fp8, nodes, nodes * per_node, dp_attention) for nodes, dp_attention in counts)
     return next((served for served in tried if _has_room(served) and _can_be_cut(served)), None)
 
 
 def _on_nodes(config: Config, is_fp8: bool, nodes: int, gpus: int, dp_attention: bool = True) -> Config:
-    """Return the configuration of engines of so many GPUs that have all of so many nodes."""
+    """Return the configuration of engines with `gpus` GPUs each that fill `nodes` nodes."""
     served = _serving(config, is_fp8, gpus, dp_attention)
     count = nodes * config.hardware.gpus_per_node // gpus
     return dataclasses.replace(served, nodes=nodes, engine=dataclasses.replace(served.engine, num_engines=count))
 
 
 def _serving(config: Config, is_fp8: bool, gpus: int = 0, dp_attention: bool = True) -> Config:
-    """Return the configuration of an engine that prefills and decodes on so many GPUs; 0: on as many as in training."""
+    """Return the configuration of an engine that prefills and decodes on `gpus` GPUs; 0 means training's."""
     engine = dataclasses.replace(
         config.engine,
         gpus_per_engine=gpus or config.engine.gpus_per_engine,
@@ -104,7 +104,7 @@ def _has_room(config: Config) -> bool:
 
 
 def _can_be_cut(config: Config) -> bool:
-    """Return whether the model's heads, experts and FP8 blocks can be cut into as many parts as the engine has GPUs."""
+    """Return whether the model's heads, experts and FP8 blocks can be split over the engine's GPUs."""
     arch, parts = config.model.architecture, config.engine.gpus_per_engine
     if any(check_cut(config)):
         return False

@@ -1,4 +1,4 @@
-"""How an export is loaded by transformers to be checked, in FP32, and the memory that this takes on one node."""
+"""The mode in which transformers checks an export, in FP32, and its memory on one node."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from posttrain.plan.sizing.model_size import Weight, decoder_weights, edge_weigh
 from posttrain.readable import format_bytes
 
 _FP32_BYTES = 4
-# Python, torch and transformers, activations of a few short prompts.
+# Memory of Python, torch and transformers, and of activations of a few short prompts.
 _FIXED_BYTES = 2 << 30
-# Of a node's memory; the rest is the system's, and caches pages of the shards.
+# Usable share of a node's memory; the rest is for the system and the page cache.
 _SHARE = 0.8
 
 
 def export_check_way(config: Config) -> str:
-    """Return how an export is checked: whole, layers or off."""
+    """Return the mode of an export's check: whole, layers or off."""
     wanted = config.export.check
     if wanted != "auto":
         return wanted
@@ -25,7 +25,7 @@ def export_check_way(config: Config) -> str:
 
 
 def export_check_bytes(config: Config) -> int:
-    """Return the memory that the check takes; 0 where it is switched off.
+    """Return the memory of the check; 0 if it is off.
 
     Example:
         GLM-5, layer by layer: two of its MoE layers, embedding and output matrix, 93 GB.
@@ -35,7 +35,7 @@ def export_check_bytes(config: Config) -> int:
 
 
 def check_export_memory(config: Config) -> Iterator[Problem]:
-    """Yield that one node's memory does not hold what the check loads."""
+    """Yield a problem if one node's memory is too small for the check."""
     needed, there = export_check_bytes(config), _node_bytes(config)
     if needed > there:
         remedy = "set export.check=off, or give the host memory of a larger node (site.host_memory_gib)"
@@ -56,7 +56,7 @@ def _node_bytes(config: Config) -> float:
 
 
 def _whole_bytes(config: Config) -> int:
-    # The experts of a layer are there twice while they become one tensor.
+    # A layer's experts exist twice while they are stacked to one tensor.
     return _fp32_bytes(model_weights(config.model.architecture)) + _largest_layer(config) + _FIXED_BYTES
 
 

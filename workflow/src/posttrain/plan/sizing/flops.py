@@ -1,21 +1,21 @@
 """Floating-point operations of a model on a sequence: useful products, without those that a kernel discards.
 
-One multiplication with its addition counts as two operations. For a sequence of S tokens, with N heads of width
-d_qk and d_v, K keys kept by the indexer (all of them where attention is dense), H_i indexer heads of width D:
+A multiply-add counts as two operations. For a sequence of S tokens, with N heads of width d_qk and d_v, K keys kept by
+the indexer (all keys with dense attention), H_i indexer heads of width D:
 
-    linear      2 S  sum of the matrices a token is multiplied with; of the experts those it is sent to
+    linear      2 S  sum of the matrices applied to a token; of the experts only the selected ones
     head        2 S  vocabulary hidden
-    attention   2 N (d_qk + d_v)  per pair of a query and a key that it attends to, per layer
+    attention   2 N (d_qk + d_v)  per pair of a query and an attended key, per layer
                 pairs = sum over s of min(s, K)
-    indexer     2 H_i (D + 1)     per pair of a query and a key that it sees, per indexer: it scores all to keep K
+    indexer     2 H_i (D + 1)     per pair of a query and a visible key, per indexer: it scores all keys to keep K
                 pairs = S (S + 1) / 2
 
-The backward pass costs twice the forward pass where there is a gradient: not in the indexer, which is frozen. Full
+The backward pass costs twice the forward pass for parts with a gradient, which excludes the frozen indexer. Full
 recomputation repeats the forward pass of the layers, not of the head.
 
 Sources: 2 and 4 operations per parameter and token, Kaplan et al., arXiv 2001.08361, section 2.1; recomputation,
 Korthikanti et al., arXiv 2205.05198, appendix A; the sparse attention's two parts, DeepSeek-V3.2 technical report,
-arXiv 2512.02556, section 2.1. Norms, rotary embedding, softmax and the router's choice are not counted.
+arXiv 2512.02556, section 2.1. Norms, rotary embedding, softmax and the router's top-k are not counted.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class Flops:
 
     @property
     def backward(self) -> float:
-        """One backward pass, recomputation apart."""
+        """One backward pass, without recomputation."""
         return 2 * (self.linear + self.head + self.attention)
 
     def training(self, recompute: bool) -> float:
-        """Forward and backward pass, with full recomputation or without."""
+        """Forward and backward pass, optionally with full recomputation."""
         return self.forward + self.backward + (self.forward - self.head if recompute else 0.0)
 
 
@@ -66,11 +66,11 @@ def sequence_flops(arch: Architecture, num_tokens: float) -> Flops:
 
     Args:
         arch: The model.
-        num_tokens: Its length S.
+        num_tokens: Length S.
 
     Example:
-        GLM-5 on 32,768 tokens: per token 81.7 billion in matrices, 10.1 in attention, 10.5 in the indexer's scores;
-        dense attention would take 83.8.
+        GLM-5 on 32,768 tokens, in billions per token: 81.7 in matrices, 10.1 in attention, 10.5 in the indexer's
+        scores; dense attention would need 83.8.
     """
     layers = arch.num_hidden_layers
     trained, frozen = _matrix_elements(arch)
@@ -103,7 +103,7 @@ def head_widths(arch: Architecture) -> int:
 
 @functools.cache
 def _matrix_elements(arch: Architecture) -> tuple[float, float]:
-    """Return the elements of the layers' matrices that a token is multiplied with: (trained, frozen)."""
+    """Return the number of elements of the layers' matrices that are applied to a token: (trained, frozen)."""
     trained = frozen = 0.0
     for layer in decoder_weights(arch):
         for weight in layer:
@@ -116,5 +116,5 @@ def _matrix_elements(arch: Architecture) -> tuple[float, float]:
 
 
 def _share(arch: Architecture, weight: Weight) -> float:
-    """Return which part of a weight a token is multiplied with."""
+    """Return the share of a weight that is applied to a token."""
     return arch.num_experts_per_tok / arch.n_routed_experts if weight.component == "routed_experts" else 1.0

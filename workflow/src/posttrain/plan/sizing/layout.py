@@ -1,12 +1,12 @@
-"""Layouts of the trainer for any number of nodes: which are valid, which fit, in which order to take them.
+"""Layouts of the trainer for any number of nodes: validity, fit and order.
 
-Every product of sizes is tried that can be valid: TP inside a node, even where links join nodes, because a job may get
-nodes that no link joins; PP up to the number of layers, cut so that the largest stage is as small as it can be; CP in
-powers of two up to 16 (each rank takes two chunks of a sequence); EP a divisor of the experts; ETP 1, or TP where the
-rules ask for it. `config.rules.check_consistency` judges each.
+All products of possibly valid sizes are tried: TP within a node, even if links join nodes, because a job may get nodes
+without such links; PP up to the number of layers, with the smallest possible largest stage; CP in powers of two up to
+16 (each rank takes two chunks of a sequence); EP a divisor of the experts; ETP 1, or TP if the rules require it.
+`config.rules.check_consistency` validates each.
 
-Order: layouts that fit with headroom, then those that fit, then the rest; among equals the shorter update
-(`layout_cost`), then the smaller sizes. "Fits" looks at every phase.
+Order: layouts that fit with headroom, then those that fit, then the rest; ties are ordered by the time of an update
+(`layout_cost`), then by sizes. "Fits" covers every phase.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from posttrain.plan.sizing.layout_cost import Cost, layout_cost
 from posttrain.plan.sizing.memory import iterate_stages, stage_memory
 from posttrain.plan.sizing.memory_phases import capacity_gib, fullest_phase
 
-# The largest size of context parallelism that is tried: of a response of 32,768 tokens a rank has 2,048 then.
+# Largest context-parallel size that is tried: a rank then has 2,048 tokens of a response of 32,768.
 LARGEST_CONTEXT = 16
 
 
@@ -37,16 +37,16 @@ class LayoutProposal:
     """One valid layout.
 
     Args:
-        parallel: Its sizes.
+        parallel: Parallel sizes.
         layers_per_stage: Decoder layers of each stage.
-        data_parallel_size: Ranks that see different samples.
-        held_gib: Weights, gradients and optimizer state of the fullest rank, nothing guessed.
-        peak_gib: The fullest rank in the fullest phase.
-        peak_phase: That phase.
+        data_parallel_size: Number of ranks with different samples.
+        held_gib: Weights, gradients and optimizer state of the fullest rank, without estimates.
+        peak_gib: Memory of the fullest rank in the fullest phase.
+        peak_phase: The fullest phase.
         capacity_gib: Memory of a rank.
-        fits: The peak is below it.
-        has_headroom: And a stated share stays free.
-        cost: Of an update.
+        fits: The peak is below the capacity.
+        has_headroom: The peak also leaves the required share free.
+        cost: Cost of an update.
     """
 
     parallel: Parallel
@@ -62,11 +62,11 @@ class LayoutProposal:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The sizes by the keys of the configuration's section `parallel`."""
+        """The sizes by their keys in the section `parallel`."""
         return dataclasses.asdict(self.parallel)
 
     def reasons(self) -> str:
-        """Return why it stands where it stands."""
+        """Return the reasons for its position in the order."""
         free = self.capacity_gib - self.peak_gib
         room = (
             f"{free:.1f} GiB free in {self.peak_phase}"
@@ -77,7 +77,7 @@ class LayoutProposal:
         return f"{room}; {idle:.0%} of a pipeline idle; {sent:.0%} of an update in communication"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the proposal as it stands in `plan.json`."""
+        """Return the proposal's entry in `plan.json`."""
         return {
             **self.sizes,
             "layers_per_stage": list(self.layers_per_stage),
@@ -93,11 +93,11 @@ class LayoutProposal:
 
 
 def propose_layouts(config: Config, pinned: Mapping[str, int] | None = None) -> list[LayoutProposal]:
-    """Return every valid layout of a configuration's node count, the best first.
+    """Return every valid layout for a configuration's number of nodes, best first.
 
     Args:
-        config: A configuration; its own layout does not matter.
-        pinned: Sizes that must stay, by their keys in the section `parallel`.
+        config: A configuration; its own layout is ignored.
+        pinned: Fixed sizes, by their keys in the section `parallel`.
     """
     served = engine_memory(config)
     valid = (variant for variant in _variants(config, pinned or {}) if _is_valid(variant))
@@ -105,11 +105,11 @@ def propose_layouts(config: Config, pinned: Mapping[str, int] | None = None) -> 
 
 
 def best_fitting_layout(config: Config, pinned: Mapping[str, int] | None = None) -> LayoutProposal | None:
-    """Return the first of `propose_layouts` if it fits, sooner: phases are counted of what could be the best alone.
+    """Return the first of `propose_layouts` if it fits; faster, because it computes phases only as needed.
 
     Args:
-        config: A configuration; its own layout does not matter.
-        pinned: Sizes that must stay, by their keys in the section `parallel`.
+        config: A configuration; its own layout is ignored.
+        pinned: Fixed sizes, by their keys in the section `parallel`.
     """
     served, capacity, found = engine_memory(config), capacity_gib(config), []
     costs: list[tuple[float, tuple[int, ...], Config]] = []
@@ -132,8 +132,8 @@ def assess_layout(config: Config, served: EngineMemory, assumptions: Assumptions
 
     Args:
         config: The configuration.
-        served: `engine_memory` of it, which does not depend on the trainer's layout.
-        assumptions: Figures that nobody has measured.
+        served: Its `engine_memory`, which does not depend on the trainer's layout.
+        assumptions: Unmeasured figures.
     """
     stages, batch, capacity = stage_memory(config), fullest_micro_batch(config, assumptions), capacity_gib(config)
     phase, peak = fullest_phase(config, stages, served, assumptions)
@@ -161,7 +161,7 @@ def _is_valid(config: Config) -> bool:
 
 
 def some_layout_fits(config: Config, pinned: Mapping[str, int] | None = None) -> bool:
-    """Return whether `propose_layouts` has one that fits, without ranking what cannot."""
+    """Return whether any layout of `propose_layouts` fits, without ranking the others."""
     capacity, served = capacity_gib(config), None
     for variant in _variants(config, pinned or {}):
         is_held = all(stage.total_gib <= capacity for stage in iterate_stages(variant))
@@ -173,27 +173,27 @@ def some_layout_fits(config: Config, pinned: Mapping[str, int] | None = None) ->
 
 
 def some_layout_is_valid(config: Config, pinned: Mapping[str, int] | None = None) -> bool:
-    """Return whether `propose_layouts` has any."""
+    """Return whether `propose_layouts` returns any layout."""
     return any(map(_is_valid, _variants(config, pinned or {})))
 
 
 def nearly_valid(config: Config, pinned: Mapping[str, int] | None = None) -> Config:
-    """Return the configuration under the layout that violates the fewest rules."""
+    """Return the configuration with the layout that violates the fewest rules."""
     variants = _variants(config, pinned or {}, any_batch=True)
     return min(variants, key=lambda variant: len([*layout_problems(variant)]), default=config)
 
 
 def _rank(proposal: LayoutProposal) -> tuple[Any, ...]:
-    # Where nothing fits, the one that is least too large comes first.
+    # If nothing fits, the smallest excess comes first.
     excess = 0.0 if proposal.fits else round(proposal.peak_gib - proposal.capacity_gib, 3)
     sizes = tuple(proposal.sizes.values())
     return not proposal.has_headroom, not proposal.fits, excess, proposal.cost.seconds, sizes
 
 
 def _variants(config: Config, pinned: Mapping[str, int], any_batch: bool = False) -> Iterator[Config]:
-    """Yield the configuration under every layout whose sizes divide what they have to divide."""
+    """Yield the configuration with every layout whose sizes satisfy the divisibility rules."""
     ranks, batch = world_size(config), config.training.global_batch_size
-    # Interleaving is only used where it is asked for: what it costs in messages is not known without a measurement.
+    # Interleaving is used only on request: its cost in messages is unknown without a measurement.
     chunks = pinned.get("virtual_pipeline_model_parallel_size", 1)
     for tensor, pipeline, context in _dense_sizes(config, pinned):
         if not any_batch and batch % (ranks // (tensor * pipeline * context)):
@@ -228,17 +228,17 @@ def _expert_sizes(
 
 
 def _last_stage(config: Config, stages: int) -> int:
-    """Return the layers of the last stage that make the largest stage smallest; 0 for an even cut.
+    """Return the number of layers in the last stage that minimises the largest stage; 0 for an even split.
 
     Example:
-        78 layers on 4 stages: 18 behind three stages of 20.
+        78 layers on 4 stages: 18, after three stages of 20.
     """
     num_layers = config.model.architecture.num_hidden_layers
     if stages == 1 or num_layers % stages == 0:
         return 0
     cuts = {num_layers - (stages - 1) * each: each for each in range(1, num_layers // (stages - 1) + 1)}
     possible = [(max(last, each), last) for last, each in cuts.items() if last >= 1]
-    # No cut at all: even, which the rules then refuse.
+    # Without a possible split: even, which the rules reject.
     return min(possible, default=(0, 0))[1]
 
 

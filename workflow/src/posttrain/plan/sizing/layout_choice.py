@@ -1,8 +1,8 @@
-"""The planner's layout for a configuration that no recipe gives one.
+"""The planner's layout for a configuration without a recipe.
 
-A recipe in `config/nodes` is taken as it is; for any other count of ranks the best layout of `sizing.layout` is filled
-in, and engines that hold the model. Values that a file or `set=` gave stay. Where nothing works, the refusal names the
-rules that fail and the nearest requests that work.
+A recipe in `config/nodes` is used unchanged; for any other number of ranks the planner sets the best layout of
+`sizing.layout`, and engines that can hold the model. Values from a file or `set=` are kept. If nothing works, the error
+names the violated rules and the nearest requests that work.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from posttrain.plan.sizing.layout import (
 )
 from posttrain.readable import counted
 
-# How far the nearest larger request is looked for: each count on the way costs a search of its layouts.
+# Upper limit of the search for a larger request: each number of nodes requires a search of its layouts.
 LARGEST_NODES = 128
 ENGINE_KEYS = ("engine.gpus_per_engine", "engine.num_engines")
 
@@ -35,8 +35,8 @@ def choose_layout(config: Config, origins: Mapping[str, str]) -> Chosen:
     """Return layout and engine sizes for a configuration without a recipe.
 
     Args:
-        config: The configuration with the schema's layout.
-        origins: Which keys a layer has set: those stay.
+        config: The configuration with the schema's default layout.
+        origins: Keys that a layer has set; these are kept.
     """
     if config.engine.own_nodes >= config.nodes:
         return Chosen({})  # a rule refuses it
@@ -58,11 +58,11 @@ def choose_layout(config: Config, origins: Mapping[str, str]) -> Chosen:
 def choose_engine(config: Config, known: dict[int, bool] | None = None) -> dict[str, int]:
     """Return the smallest engine that holds the weights and one of the longest requests, on all GPUs for engines.
 
-    An engine spans whole nodes or parts of one, and its GPUs share the experts evenly.
+    An engine spans whole nodes or part of one, and its GPUs share the experts evenly.
 
     Args:
         config: The configuration.
-        known: Which sizes hold them, filled on the way: it does not depend on the node count.
+        known: Cache of engine size -> whether it fits, which does not depend on the number of nodes.
 
     Example:
         GLM-5 in FP8 on 24 nodes of H200: 12 engines of 16 GPUs.
@@ -89,18 +89,18 @@ def _holds_a_request(config: Config) -> bool:
 
 
 def pinned_sizes(config: Config, origins: Mapping[str, str]) -> dict[str, int]:
-    """Return the sizes that a file or `set=` gave, by their keys in the section `parallel`."""
+    """Return the sizes from a file or `set=`, by their keys in the section `parallel`."""
     sizes = dataclasses.asdict(config.parallel)
     return {name: size for name, size in sizes.items() if f"parallel.{name}" in origins}
 
 
 def can_be_held(proposals: list[LayoutProposal]) -> bool:
-    """Return whether some layout's weights, gradients and optimizer state fit, with no guess in the figure."""
+    """Return whether any layout's weights, gradients and optimizer state fit, without estimated parts."""
     return any(proposal.held_gib <= proposal.capacity_gib for proposal in proposals)
 
 
 def nearest_nodes(config: Config, works: Callable[[Config], bool]) -> list[int]:
-    """Return the nearest smaller and larger node counts for which `works` holds; there may be none."""
+    """Return the nearest smaller and larger numbers of nodes for which `works` holds, if any."""
     below = (count for count in range(config.nodes - 1, config.engine.own_nodes, -1))
     above = (count for count in range(config.nodes + 1, LARGEST_NODES + 1))
     engines: dict[int, bool] = {}
@@ -109,7 +109,7 @@ def nearest_nodes(config: Config, works: Callable[[Config], bool]) -> list[int]:
 
 
 def requests_that_fit(config: Config, pinned: Mapping[str, int]) -> str:
-    """Return the nearest requests with a layout that fits, in words."""
+    """Describe the nearest requests with a fitting layout."""
 
     def fits(variant: Config) -> bool:
         return some_layout_fits(variant, pinned)

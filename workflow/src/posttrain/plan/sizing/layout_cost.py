@@ -1,10 +1,10 @@
-"""How long an update takes under a layout, as far as it takes to put layouts in order.
+"""Estimated time of an update for a layout, precise enough to order layouts.
 
     update = (m + (PP - 1) / v) (compute and communication of the largest stage, v messages to the next) + exchange of
              gradients and weights
 
 with m micro-batches per rank and v chunks per stage. A stage of n layers computes 8 a n T / (TP CP) for a micro-batch
-of T tokens: a active parameters per layer, forward 2, backward 4, forward again 2 (Korthikanti et al., arXiv
+of T tokens: a active parameters per layer, forward 2, backward 4, recomputation 2 (Korthikanti et al., arXiv
 2205.05198, section 5). Bytes that a rank sends per layer and micro-batch, each in forward, recomputation and backward
 (H hidden size, p bytes):
 
@@ -13,11 +13,11 @@ of T tokens: a active parameters per layer, forward 2, backward 4, forward again
     EP   token copies to the experts and back                                                        2 s K p H (EP-1)/EP
     ETP  token copies gathered by the ranks that share an expert, and their sum scattered            2 s K p H (ETP-1)
 
-and p t H / TP to the next stage and back; per update (4 + p) B for each parameter that other ranks hold too. Groups
-that fit into a node use its links: in Megatron's order of ranks TP and CP are neighbours, and so are ETP and EP. The
-bubble is (PP - 1) / (m v + PP - 1) (Narayanan et al., arXiv 2104.04473, section 2.2).
+and p t H / TP to the next stage and back; per update (4 + p) B for each replicated parameter. Groups within a node use
+its links: in Megatron's order of ranks TP and CP are neighbours, and so are ETP and EP. The bubble is
+(PP - 1) / (m v + PP - 1) (Narayanan et al., arXiv 2104.04473, section 2.2).
 
-Scores of attention, imbalance of experts and overlap are left out: the figure orders layouts, it predicts no step.
+Attention scores, imbalance of experts and overlap are ignored: the figure orders layouts and does not predict a step.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from posttrain.plan.sizing.model_size import count_active_parameters
 PASSES = 3
 
 
-# Guessed shares of a machine's peaks, in `config/hardware`, that a layout's work reaches.
+# Assumed shares of a machine's peaks, in `config/hardware`, that training reaches.
 COMPUTE_SHARE, NODE_LINK_SHARE, NETWORK_SHARE = 0.4, 2 / 3, 0.8
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Guessed rates per GPU; only their ratios matter here.
+    """Assumed rates per GPU; only their ratios matter here.
 
     Args:
         flops: Matrix products, operations per second.
         node_link: To GPUs of the same node, bytes per second.
         network: To other nodes, bytes per second.
-        launch_seconds: Least time of a layer in one micro-batch, however small: some hundred kernels are launched.
-        latency_seconds: Of one collective or message.
+        launch_seconds: Minimum time of a layer in one micro-batch, because it launches some hundred kernels.
+        latency_seconds: Latency of one collective or message.
     """
 
     flops: float
@@ -69,13 +69,13 @@ class Rates:
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of an update, and where they go.
+    """Time of an update and its parts.
 
     Args:
-        seconds: Of one update.
-        num_micro_batches: Per rank.
-        idle_fraction: Share of the pipeline's time in which a rank waits: the bubble, and shorter stages.
-        communication_fraction: Share of the seconds spent in communication.
+        seconds: Seconds of one update.
+        num_micro_batches: Micro-batches per rank.
+        idle_fraction: Share of the pipeline's time in which a rank waits, because of the bubble and shorter stages.
+        communication_fraction: Share of the seconds for communication.
     """
 
     seconds: float
@@ -89,9 +89,9 @@ def layout_cost(config: Config, stages: list[StageMemory], batch: MicroBatch, ra
 
     Args:
         config: The configuration with the layout.
-        stages: What its ranks hold.
+        stages: Persistent memory of its ranks.
         batch: The fullest micro-batch.
-        rates: Guessed rates; by default those of the hardware.
+        rates: Assumed rates; by default those of the hardware.
     """
     parallel, counts, rates = config.parallel, layers_per_stage(config), rates or Rates.of(config.hardware)
     samples = config.training.global_batch_size // data_parallel_size(config)
@@ -146,7 +146,7 @@ def _seconds_to_next_stage(config: Config, tokens: float, rates: Rates) -> float
 
 
 def _seconds_of_exchange(config: Config, stages: list[StageMemory], rates: Rates) -> float:
-    """Return the time to reduce gradients and gather weights on the fullest stage, replicated ones only."""
+    """Return the time to reduce gradients and gather weights on the fullest stage, for replicated weights."""
     dense_shards, expert_shards = shards(config)
     if dense_shards == 1:
         return 0.0

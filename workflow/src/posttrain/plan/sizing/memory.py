@@ -1,4 +1,4 @@
-"""What the trainer holds from step to step, rank by rank: weights, gradient buffer, optimizer state.
+"""Persistent memory of each trainer rank: weights, gradient buffer, optimizer state.
 
 Per parameter, under Megatron's distributed optimizer:
 
@@ -6,18 +6,18 @@ Per parameter, under Megatron's distributed optimizer:
     fp32   weight 4 B   gradient 4 B                         first and second moment 8 B / shards
                                                              (the weight is its own master copy)
 
-Tensor parallelism (TP) cuts what has heads, dense and shared MLPs, embedding and output matrix; latent projections,
-norms, router and indexer stand on every rank. Expert parallelism (EP) spreads the experts, expert tensor parallelism
-(ETP) cuts each. The optimizer's state of a dense weight is spread over the ranks that hold the same piece:
-world / (TP PP); of an expert's over world / (EP ETP PP).
+Tensor parallelism (TP) splits weights with heads, dense and shared MLPs, embedding and output matrix; latent
+projections, norms, router and indexer are replicated. Expert parallelism (EP) distributes the experts, expert tensor
+parallelism (ETP) splits each. The optimizer's state of a dense weight is sharded over the ranks with the same piece:
+world / (TP PP); of an expert's weight over world / (EP ETP PP).
 
-Weights and gradients that are trained lie in one buffer each, dense and experts apart. Each tensor starts at a multiple
+Trained weights and gradients have one buffer each, separately for dense weights and experts. Tensors start at multiples
 of 64 elements and the buffer ends at a multiple of lcm(shards, 128). The indexer is frozen (`glm5/indexer.py`) and the
-router's bias is no parameter: both have neither gradient nor state.
+router's bias is not a parameter: neither has gradients or optimizer state.
 
 Source: megatron-core 0.19.2, `core/distributed/param_and_grad_buffer.py` (buffers and their padding),
 `core/optimizer/distrib_optimizer.py` (shards), `core/optimizer/cpu_offloading/hybrid_optimizer.py` (offload).
-What depends on tokens is in `activations`, what sleeps when in `memory_phases`.
+`activations` has the memory that depends on tokens, `memory_phases` the memory of each phase.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from posttrain.config.schema import Architecture, Config
 from posttrain.plan.sizing.model_size import Weight, decoder_weights, edge_weights
 
 GIB = 1 << 30
-# Elements that tensors and the buffer begin and end at; see the head of this file.
+# Alignment of tensors and of the buffer's end, in elements; see the module's docstring.
 PARAMETER_ALIGNMENT = 64
 BUFFER_ALIGNMENT = 128
-# The router's bias, and the count of tokens per expert that Megatron keeps beside it.
+# The router's bias, and Megatron's count of tokens per expert.
 ROUTER_BUFFER_BYTES = 4 + 4
-# An offloaded shard: FP32 master copy, two moments, and the pinned copy of the gradient that the CPU's Adam reads.
+# An offloaded shard: FP32 master copy, two moments, and the pinned copy of the gradient for the CPU's Adam.
 OFFLOADED_BYTES = 12 + 4
-# Of a weight on its way through the quantiser: FP32, divided by its scale, and codes twice.
+# Bytes of a weight during quantisation: FP32, the scaled value, and two copies of the codes.
 ROUNDING_BYTES = 4 + 4 + 1 + 1
 NOT_MODELLED = (
     "trainer memory: fragmentation beyond the stated reserve; rows of very unequal sequences, which attention pads to "
@@ -50,7 +50,7 @@ NOT_MODELLED = (
 
 @dataclass(frozen=True)
 class BytesPerParameter:
-    """Bytes that one parameter costs on a rank; `optimizer` is divided by the number of shards."""
+    """Bytes of one parameter on a rank; `optimizer` is divided by the number of shards."""
 
     weight: int
     gradient: int
@@ -62,18 +62,18 @@ BYTES = {"bf16": BytesPerParameter(2, 4, 12), "fp32": BytesPerParameter(4, 4, 8)
 
 @dataclass(frozen=True)
 class StageMemory:
-    """What one rank of a pipeline stage holds from step to step.
+    """Persistent memory of one rank of a pipeline stage.
 
     Args:
-        stage: Its number, from 0.
+        stage: Index of the stage, from 0.
         num_layers: Decoder layers in it.
-        parameters_per_rank: Parameters that one rank holds.
-        weights_bytes: Their bytes, padding and router buffers included.
-        gradients_bytes: Gradient buffer.
-        optimizer_bytes: Optimizer state on this rank, wherever it lies (GPU, or host when offloaded).
-        optimizer_on_host: The optimizer's state is offloaded.
-        dense_elements: Trained elements outside of experts, padding included: the length of their buffer.
-        expert_elements: The same of the experts.
+        parameters_per_rank: Parameters on one rank.
+        weights_bytes: Size of its weights, including padding and router buffers.
+        gradients_bytes: Size of the gradient buffer.
+        optimizer_bytes: Optimizer state of this rank, on the GPU or offloaded to the host.
+        optimizer_on_host: Whether the optimizer's state is offloaded.
+        dense_elements: Length of the buffer of trained elements outside experts, including padding.
+        expert_elements: Length of the experts' buffer.
     """
 
     stage: int
@@ -93,7 +93,7 @@ class StageMemory:
         return (self.weights_bytes + self.gradients_bytes + optimizer) / GIB
 
     def as_dict(self) -> dict[str, float]:
-        """Return the stage as it stands in `plan.json`."""
+        """Return the stage's entry in `plan.json`."""
         return {**asdict(self), "total_gib": round(self.total_gib, 4)}
 
 
@@ -115,14 +115,14 @@ def iterate_stages(config: Config) -> Iterator[StageMemory]:
 
 
 def _with_edges(config: Config) -> list[list[tuple[range, bool, bool]]]:
-    """Return each stage's chunks of layers, and which of them is the model's first and its last."""
+    """Return each stage's chunks of layers, with flags for the model's first and last chunk."""
     stages = stage_chunks(config)
     first, last = stages[0][0], stages[-1][-1]
     return [[(layers, layers is first, layers is last) for layers in chunks] for chunks in stages]
 
 
 def shards(config: Config) -> tuple[int, int]:
-    """Return over how many ranks the optimizer's state of a dense weight and of an expert's is spread."""
+    """Return the number of ranks that shard the optimizer's state of a dense weight and of an expert's."""
     parallel = config.parallel
     stage_ranks = world_size(config) // parallel.pipeline_model_parallel_size
     expert_size = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
@@ -130,9 +130,9 @@ def shards(config: Config) -> tuple[int, int]:
 
 
 def largest_weights(config: Config, stage: int) -> tuple[int, int]:
-    """Return the elements of the largest dense tensor and of an expert's on a rank of a pipeline stage.
+    """Return the elements of the largest dense tensor and of the largest expert tensor on a rank of a pipeline stage.
 
-    What is done tensor by tensor needs room for one: its gradient beside the buffer, its copy on the way to a file.
+    Tensor-wise operations need memory for one: its gradient besides the buffer, or its copy on the way to a file.
     """
     parallel = config.parallel
     cuts = (parallel.tensor_model_parallel_size, parallel.expert_tensor_parallel_size, 1)
@@ -141,14 +141,14 @@ def largest_weights(config: Config, stage: int) -> tuple[int, int]:
 
 
 def served_layer_bytes(config: Config, stage: int) -> tuple[int, int]:
-    """Return what it takes to compute with the weights that engines have: (a layer's own ones beside, rounding one).
+    """Return the memory to compute with the engines' weights: (copy of a layer's own ones, rounding of one).
 
     Args:
         config: The resolved configuration.
         stage: Pipeline stage of the rank.
 
     Example:
-        GLM-5 on 16 nodes: 0.70 GiB beside, of 8 experts and attention, and 0.23 GiB while a projection is rounded.
+        GLM-5 on 16 nodes: 0.70 GiB for the copy of 8 experts and attention, and 0.23 GiB for rounding a projection.
     """
     trainer, is_fp8 = config.trainer, config.rollout.fp8
     if not uses_engines(config) or not trainer.mismatch_interval or (trainer.params_dtype == "bf16" and not is_fp8):
@@ -164,7 +164,7 @@ def served_layer_bytes(config: Config, stage: int) -> tuple[int, int]:
 def _lent_elements(
     arch: Architecture, cuts: tuple[int, int, int], is_all: bool, layers: range, is_first: bool, is_last: bool
 ) -> tuple[int, int, int]:
-    """Return the most elements of a layer that change, those of the edges, and of the largest matrix that does."""
+    """Return the changed elements: maximum per layer, of the edges, and of the largest changed matrix."""
     kinds, kind_of = layer_kinds(arch)
     parts = dict(zip(("tensor", "expert", "none"), cuts, strict=True))
     changing = [[w for w in kinds[kind] if w.fp8 or is_all] for kind in {*kind_of[layers.start : layers.stop]}]
@@ -195,7 +195,7 @@ def _largest_weights(
 
 
 def _cuts(config: Config) -> tuple[int, int, int]:
-    """Return into how many pieces "tensor", "expert" and "none" are cut."""
+    """Return the number of pieces for the splits "tensor", "expert" and "none"."""
     parallel = config.parallel
     expert_size = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
     return parallel.tensor_model_parallel_size, expert_size, 1
@@ -207,7 +207,7 @@ def _memory_of(config: Config, stage: int, num_layers: int, of_chunks: Sequence[
     frozen, buffers, parameters = (
         sum(chunk[part] for chunk in of_chunks) for part in ("frozen", "buffers", "parameters")
     )
-    # Each chunk has buffers of its own.
+    # Each chunk has its own buffers.
     dense = sum(_round_up(chunk["dense"], math.lcm(dense_shards, BUFFER_ALIGNMENT)) for chunk in of_chunks)
     expert = sum(_round_up(chunk["expert"], math.lcm(expert_shards, BUFFER_ALIGNMENT)) for chunk in of_chunks)
     in_shards = dense // dense_shards + expert // expert_shards
@@ -227,7 +227,7 @@ def _memory_of(config: Config, stage: int, num_layers: int, of_chunks: Sequence[
 
 @lru_cache(maxsize=64)
 def layer_kinds(arch: Architecture) -> tuple[tuple[tuple[Weight, ...], ...], tuple[int, ...]]:
-    """Return the different layers of a model and, for each layer, which of them it is: a model has two or three."""
+    """Return the distinct layers of a model, usually two or three, and the index into them for each layer."""
     layers = decoder_weights(arch)
     kinds = tuple(dict.fromkeys(layers))
     return kinds, tuple(kinds.index(layer) for layer in layers)
@@ -237,13 +237,13 @@ def layer_kinds(arch: Architecture) -> tuple[tuple[tuple[Weight, ...], ...], tup
 def _chunk_elements(
     arch: Architecture, cuts: tuple[int, int, int], layers: range, is_first: bool, is_last: bool
 ) -> Counter[str]:
-    """Return dense, expert, frozen and buffer elements and the parameters of a rank's chunk."""
+    """Return the dense, expert, frozen and buffer elements and the parameters of a rank's chunk."""
     kinds, kind_of = layer_kinds(arch)
     elements: Counter[str] = Counter(dict.fromkeys(("dense", "expert", "frozen", "buffers", "parameters"), 0))
     for kind, repeats in Counter(kind_of[layers.start : layers.stop]).items():
         of_layer = _elements(kinds[kind], cuts)
         elements.update({part: repeats * number for part, number in of_layer.items()})
-    # A tied embedding stands once on a chunk that is first and last, else on both ends.
+    # A tied embedding exists once on a chunk that is first and last, otherwise on both ends.
     first, last = edge_weights(arch, num_stages=1 if is_first and is_last else 2)
     for is_there, weights in ((is_first, first), (is_last, last)):
         if is_there:
@@ -268,7 +268,7 @@ def _elements(weights: Iterable[Weight], cuts: tuple[int, int, int]) -> Counter[
 
 
 def _aligned(weight: Weight, parts: int) -> int:
-    """Return a weight's elements in Megatron's buffer; experts are spread, everything else is cut."""
+    """Return a weight's elements in Megatron's buffer; experts are distributed, all others are split."""
     here = weight.num_elements // parts
     tensors = max(1, weight.count // parts) if weight.split == "expert" else weight.count
     return tensors * _round_up(here // tensors, PARAMETER_ALIGNMENT)

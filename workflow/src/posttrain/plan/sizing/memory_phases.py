@@ -1,26 +1,25 @@
 """Memory by phase: on the GPU for a rank of each pipeline stage, and in the host memory of a node.
 
-Trainer and engines share the GPUs, unless engines have nodes of their own. Who is awake comes from the table of
-`sizing.phases`. Host memory keeps a place for all of the trainer that sleeps at times; gradients are dropped, and so
-are engines' weights, which come anew with every update, or are kept there as they were sent last
-(`engine.weight_deltas`). Per phase and rank:
+Trainer and engines share the GPUs, unless engines have their own nodes. The table of `sizing.phases` states which parts
+are awake. Host memory has a copy of all trainer parts that sleep; gradients are dropped, and so are engines' weights,
+which are sent again with every update, or kept there as last sent (`engine.weight_deltas`). Per phase and rank:
 
-    engine weights    of the engine, and its own work
+    engine weights    of the engine, and its workspace
     engine cache      KV pool
     trainer           weights; without backward one layer's activations (old_logprobs, mismatch)
     optimizer         gradient buffer, optimizer state (unless offloaded)
     train             saved activations, one recomputed chunk, token copies to and from the experts, a chunk's logits;
-                      on NVIDIA's GPUs the largest of the moments that `activations_cuda` names
-    always            contexts, communicators and buffers that no tracker sees (`untracked_memory`), what kernels keep
-    mismatch          a layer's own weights, beside those that engines have, and what rounds them where that takes more
-    weight_sync       two rounds of messages, and of those that a rank passes on, or gets; or a bucket of weights,
-                      gathered and in the engines' precision; where only changes are sent, the last update's copy of a
-                      tensor, and where it differs
+                      on NVIDIA's GPUs the maximum of the moments in `activations_cuda`
+    always            contexts, communicators and buffers that no tracker sees (`untracked_memory`), memory of kernels
+    mismatch          a copy of a layer's own weights during use of the engines' weights, and rounding if it needs more
+    weight_sync       two rounds of messages sent, and of those forwarded or received; or a bucket of weights, gathered
+                      and in the engines' precision; with deltas, the last update's copy of a tensor and the positions
+                      that differ
     while a checkpoint is written, from the end of a step until the end of the next rollout:
                       nothing on the GPU; in host memory one tensor on its way to the file
 
-On a machine without GPUs everything lies in host memory. Where nobody takes turns all is awake. Where engines have
-nodes of their own a rank has no part of them, and of their GPUs (`own_engine_memory`) no rank has any.
+On a machine without GPUs everything is in host memory. Without colocation all parts are awake. If engines have their
+own nodes, ranks hold no engine parts, and the engines' GPUs (`own_engine_memory`) no trainer parts.
 """
 
 from __future__ import annotations
@@ -70,9 +69,9 @@ from posttrain_weights import COMPARED_AT_ONCE, RECEIVED_ROUNDS
 NO_STAGE = -1
 # Master weights and moments: FP32.
 STATE_BYTES = 4
-# Eight 64-bit numbers for each element that is compared with the last update (`posttrain_weights.delta`).
+# Eight 64-bit numbers per element compared with the last update (`posttrain_weights.delta`).
 PLACES_BYTES = 64 * COMPARED_AT_ONCE
-# The others hold part of what one of these holds; where nobody sleeps a comparison with engines may hold more.
+# Every other phase holds a subset of one of these; without sleep, a comparison with engines may hold more.
 LARGE_PHASES = ("rollout", "train", "weight_sync")
 WRITING_PHASES = ("rollout", ASLEEP.name, "save")
 
@@ -82,10 +81,10 @@ class PhaseMemory:
     """Memory of one rank in one phase, in GiB.
 
     Args:
-        phase: Its name.
-        stage: Pipeline stage of the rank; `NO_STAGE`: only engines have this GPU.
-        gpu: What lies on the GPU (on a CPU machine: in host memory), by part.
-        host: What the rank adds to its node's host memory, by part.
+        phase: Name of the phase.
+        stage: Pipeline stage of the rank; `NO_STAGE` for a GPU with engines only.
+        gpu: Memory on the GPU (on a CPU machine: in host memory), by part.
+        host: The rank's share of its node's host memory, by part.
     """
 
     phase: str
@@ -95,12 +94,12 @@ class PhaseMemory:
 
     @property
     def gpu_gib(self) -> float:
-        """All on the GPU."""
+        """Total on the GPU."""
         return sum(self.gpu.values())
 
     @property
     def host_gib(self) -> float:
-        """All in host memory, by this rank."""
+        """Total in host memory of this rank."""
         return sum(self.host.values())
 
 
@@ -114,9 +113,9 @@ def phase_memory(
 
     Args:
         config: The resolved configuration.
-        assumptions: Figures that nobody has measured.
-        batch: The largest micro-batch; by default what the token budget allows.
-        trainer_sleeps: It gives its memory away in phases that do not need it.
+        assumptions: Unmeasured figures.
+        batch: The largest micro-batch; by default the token budget's limit.
+        trainer_sleeps: Whether the trainer releases its memory in phases that do not need it.
     """
     planned = _Plan(config, assumptions, batch or fullest_micro_batch(config, assumptions), engine_memory(config))
     phases = [*PHASES.values(), ASLEEP]
@@ -126,13 +125,13 @@ def phase_memory(
 
 
 def own_engine_memory(config: Config, assumptions: Assumptions = ASSUMPTIONS) -> list[PhaseMemory]:
-    """Return the memory of a GPU that only engines have, in every phase; nothing where they share the trainer's.
+    """Return the memory of a GPU with engines only, in every phase; empty if they share the trainer's GPUs.
 
-    On a machine without GPUs: what a rank would have if it shared its node's engines with the others.
+    On a machine without GPUs: the memory of a rank that shares its node's engines with the others.
 
     Args:
         config: The resolved configuration.
-        assumptions: Figures that nobody has measured.
+        assumptions: Unmeasured figures.
     """
     if not config.engine.own_nodes:
         return []
@@ -147,9 +146,9 @@ def fullest_phase(
 
     Args:
         config: The resolved configuration.
-        stages: `stage_memory` of it.
-        served: `engine_memory` of it.
-        assumptions: Figures that nobody has measured.
+        stages: Its `stage_memory`.
+        served: Its `engine_memory`.
+        assumptions: Unmeasured figures.
     """
     planned = _Plan(config, assumptions, fullest_micro_batch(config, assumptions), served)
     fullest, seen = ("", 0.0), set()
@@ -167,7 +166,7 @@ def fullest_phase(
 
 
 def capacity_gib(config: Config) -> float:
-    """Return the memory of a rank: its GPU's, or its part of a node without GPUs."""
+    """Return the memory of a rank: its GPU's, or its share of a node without GPUs."""
     hardware = config.hardware
     share = hardware.gpus_per_node if hardware.device == "cpu" else 1
     return hardware.memory_gib_per_gpu / share
@@ -215,7 +214,7 @@ class _Plan:
         return PhaseMemory(phase.name, stage.stage, _present(gpu), _present(host))
 
     def of_engines(self, phase: Phase) -> PhaseMemory:
-        """Return the memory of a GPU without a rank, where everything is awake."""
+        """Return the memory of a GPU without a rank, where all parts are awake."""
         on_gpu, on_host = self._routes
         gpu = {"reserve": self._reserve, **self._engine(EVERYTHING), "engine_routes": on_gpu}
         if phase.name == "weight_sync":
@@ -228,7 +227,7 @@ class _Plan:
 
     @property
     def _sent_bytes(self) -> int:
-        """Of a number, at most."""
+        """Maximum bytes per number."""
         return 4 if self.config.engine.dtype == "float32" else 2
 
     @cached_property
@@ -239,7 +238,7 @@ class _Plan:
 
     @cached_property
     def _routes(self) -> tuple[float, float]:
-        """GiB of an engine's notes on routes, which it keeps while it sleeps: on the GPU, and on the host."""
+        """GiB of an engine's routing records, which it keeps during sleep: on the GPU, and on the host."""
         if self._is_cpu or not uses_engines(self.config):
             return 0.0, 0.0
         on_gpu, on_host = engine_routes_bytes(self.config, self.served.kv_tokens_per_gpu)
@@ -269,7 +268,7 @@ class _Plan:
         return {**{part: size / GIB for part, size in work.items()}, **self._fragments(sum(work.values()))}
 
     def _messages(self, times: int) -> dict[str, float]:
-        """GiB of two rounds of messages, so many times what a rank sends: with what comes for who is on its GPU."""
+        """GiB of two rounds of messages, each `times` a rank's: includes those for the engine on its GPU."""
         return {"sync_bucket": 2 * times * update_bytes_at_once(self.config) / GIB}
 
     @property
@@ -306,16 +305,16 @@ class _Plan:
 
 
 def save_staging_bytes(config: Config, stage: StageMemory) -> int:
-    """Return the host memory that a save adds on one rank: its largest tensor, weight or optimizer state.
+    """Return the host memory that a save needs on one rank: its largest tensor, weight or optimizer state.
 
-    A rank writes a weight whole, and of its state what lies in the rank's shard of the buffer.
+    A rank writes whole weights, and the part of the state in its shard of the buffer.
 
     Args:
         config: The resolved configuration.
-        stage: What a rank of the stage holds.
+        stage: Persistent memory of a rank of the stage.
 
     Example:
-        GLM-5 on 16 nodes: 0.77 GiB on the first stage, of the embedding; 0.09 in the middle, of a projection.
+        GLM-5 on 16 nodes: 0.77 GiB on the first stage, for the embedding; 0.09 in the middle, for a projection.
     """
     weight_bytes = BYTES[config.trainer.params_dtype].weight
     buffers = (stage.dense_elements, stage.expert_elements)

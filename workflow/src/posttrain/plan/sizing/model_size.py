@@ -1,4 +1,4 @@
-"""The weights of a model, from its dimensions alone: how many, how parallelism cuts them, what FP8 covers.
+"""The weights of a model, from its dimensions alone: number, splits over ranks, FP8 coverage.
 
 Letters: H hidden size, N heads, G key-value heads, D head width, V vocabulary, E experts, F width of one expert.
 
@@ -6,17 +6,17 @@ One decoder layer holds, depending on the family (`posttrain.config.families`),
 
     attention (MLA)   q_a [q_rank, H], its norm, q_b [N (nope + rope), q_rank], or one q [N (nope + rope), H],
                       kv_a [kv_rank + rope, H], its norm, kv_b [N (nope + v), kv_rank], o [H, N v]
-    or (GQA)          q [N D, H], k and v [G D, H], with biases or without, o [H, N D], norms of query and key [D]
+    or (GQA)          q [N D, H], k and v [G D, H], with or without biases, o [H, N D], norms of query and key [D]
     indexer (DSA)     wq_b [heads dim, q_rank], wk [dim, H], LayerNorm of the key (weight, bias),
-                      weights_proj [heads, H]; where layers share their choice, in those that choose
+                      weights_proj [heads, H]; if layers share a selection, only in the selecting layers
     two RMSNorms      2 H
     dense MLP         gate, up [F_dense, H], down [H, F_dense], in the first layers; without experts in all
     or MoE            router [E, H], E experts and the shared ones, each 3 F H, in the others
 
-Router biases (one FP32 number per expert) are not counted as parameters: no gradient reaches them. Bytes
-include them. An MTP layer is a MoE layer with a projection of [embedding; hidden] and three norms; it is in
-the checkpoints but neither trained nor served here, so it is counted apart. Where the embedding is the output matrix
-as well, it is one tensor and counted once.
+Router biases (one FP32 number per expert) have no gradient and are not counted as parameters, but in bytes. An MTP
+layer is a MoE layer with a projection of [embedding; hidden] and three norms; it is in the checkpoints but neither
+trained nor served here, so it is counted separately. An embedding that is also the output matrix is one tensor and
+counted once.
 
 Source: the modelling files in huggingface/transformers, src/transformers/models/{glm_moe_dsa, deepseek_v3, glm4_moe,
 qwen3, qwen3_moe}; tests count the parameters of their models.
@@ -36,17 +36,17 @@ from posttrain.config.schema import Architecture
 
 @dataclass(frozen=True)
 class Weight:
-    """Some equal tensors.
+    """A number of equal tensors.
 
     Args:
-        component: What they belong to; the key of `parameters_by_component`.
-        shape: Of one of them, as the Hub's checkpoint has it.
-        count: How many there are.
-        split: What cuts it over ranks: "tensor", "expert", or "none" where every rank holds it whole.
-        fp8: FP8 checkpoints hold it as codes and 128x128 block scales.
+        component: Part of the model; the key of `parameters_by_component`.
+        shape: Shape of one tensor in the Hub's checkpoint.
+        count: Number of tensors.
+        split: Split over ranks: "tensor", "expert", or "none" if it is replicated.
+        fp8: FP8 checkpoints store it as codes and 128x128 block scales.
         is_buffer: Not trained, FP32, not counted as a parameter: the router's bias.
-        max_shards: Engines cut it into at most as many pieces, and repeat pieces beyond; 0: no limit. Key and value
-            projections have as many pieces as they have heads.
+        max_shards: Maximum number of pieces in engines, which replicate pieces beyond it; 0 means no limit. For key and
+        value projections it is the number of heads.
     """
 
     component: str
@@ -59,7 +59,7 @@ class Weight:
 
     @cached_property
     def num_elements(self) -> int:
-        """Numbers in all of them."""
+        """Number of elements of all tensors."""
         return math.prod(self.shape) * self.count
 
     @property
@@ -78,9 +78,9 @@ class Weight:
 
     @property
     def nvfp4_bytes(self) -> int:
-        """Size in an NVFP4 checkpoint as Model Optimizer exports it; only routed experts are quantised.
+        """Size in an NVFP4 checkpoint as exported by Model Optimizer; only routed experts are quantised.
 
-        Half a byte per code, an FP8 scale per 16 of them, and for each matrix two FP32 scales.
+        Half a byte per code, an FP8 scale per 16 codes, and two FP32 scales per matrix.
         """
         if self.component != "routed_experts":
             return self.bf16_bytes
@@ -88,14 +88,14 @@ class Weight:
         return (rows * columns // 2 + rows * math.ceil(columns / NVFP4_GROUP) + 8) * self.count
 
     def bytes_in(self, precision: str) -> int:
-        """Size in a checkpoint of a precision: "fp32", "bf16", "fp8" or "nvfp4"."""
+        """Size in a checkpoint with the given precision: "fp32", "bf16", "fp8" or "nvfp4"."""
         if precision == "fp32":
             return self.num_elements * 4
         return {"bf16": self.bf16_bytes, "fp8": self.fp8_bytes, "nvfp4": self.nvfp4_bytes}[precision]
 
 
 def layer_weights(arch: Architecture, layer: int, is_moe: bool) -> tuple[Weight, ...]:
-    """Return the weights of one decoder layer, or of an MTP layer, which is numbered behind them."""
+    """Return the weights of one decoder layer, or of an MTP layer, whose numbers follow the decoder's."""
     norms = Weight("norms", (arch.hidden_size,), count=2)
     feed_forward = _moe_weights(arch) if is_moe else _mlp_weights(arch, "dense_mlp", arch.intermediate_size)
     attention = _latent_attention(arch) if arch.kv_lora_rank else _grouped_attention(arch)
@@ -105,13 +105,13 @@ def layer_weights(arch: Architecture, layer: int, is_moe: bool) -> tuple[Weight,
 
 @lru_cache
 def decoder_weights(arch: Architecture) -> tuple[tuple[Weight, ...], ...]:
-    """Return the weights of each decoder layer, first to last; MTP layers are not among them."""
+    """Return the weights of each decoder layer, from first to last, without MTP layers."""
     num_dense = arch.first_k_dense_replace if arch.n_routed_experts else arch.num_hidden_layers
     return tuple(layer_weights(arch, layer, is_moe=layer >= num_dense) for layer in range(arch.num_hidden_layers))
 
 
 def edge_weights(arch: Architecture, num_stages: int = 1) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
-    """Return what stands before the first layer and what stands after the last one.
+    """Return the weights before the first layer and those after the last one.
 
     Args:
         arch: The model.
@@ -127,7 +127,7 @@ def edge_weights(arch: Architecture, num_stages: int = 1) -> tuple[tuple[Weight,
 
 @lru_cache
 def model_weights(arch: Architecture) -> tuple[Weight, ...]:
-    """Return all weights but those of the MTP layers."""
+    """Return all weights except those of the MTP layers."""
     first, last = edge_weights(arch)
     return (*first, *(weight for layer in decoder_weights(arch) for weight in layer), *last)
 
@@ -135,8 +135,7 @@ def model_weights(arch: Architecture) -> tuple[Weight, ...]:
 def mtp_weights(arch: Architecture) -> list[Weight]:
     """Return the weights of all MTP layers.
 
-    Checkpoints on the Hub may repeat the embedding and the output matrix in them; those copies are not
-    counted.
+    Hub checkpoints may duplicate the embedding and the output matrix in them; those copies are not counted.
     """
     hidden = arch.hidden_size
     extra = (Weight("mtp", (hidden,), count=3), Weight("mtp", (hidden, 2 * hidden)))
@@ -144,7 +143,7 @@ def mtp_weights(arch: Architecture) -> list[Weight]:
 
 
 def count_parameters(weights: Iterable[Weight]) -> int:
-    """Return the number of parameters; buffers are none.
+    """Return the number of parameters, without buffers.
 
     Example:
         `count_parameters(model_weights(...))` of GLM-5 is 743,911,199,232.
@@ -153,10 +152,10 @@ def count_parameters(weights: Iterable[Weight]) -> int:
 
 
 def count_active_parameters(arch: Architecture) -> int:
-    """Return the parameters that one token is multiplied with.
+    """Return the number of parameters that are applied to one token.
 
-    Of the routed experts only those it is sent to. The embedding is a look-up and does not count, unless it is the
-    output matrix, too.
+    Of the routed experts only the selected ones count. The embedding is a look-up and does not count, unless it is also
+    the output matrix.
 
     Example:
         GLM-5: 40,833,126,912.
@@ -181,7 +180,7 @@ def _latent_attention(arch: Architecture) -> tuple[Weight, ...]:
     hidden, heads = arch.hidden_size, arch.num_attention_heads
     query = heads * (arch.qk_nope_head_dim + arch.qk_rope_head_dim)
     key_value = heads * (arch.qk_nope_head_dim + arch.v_head_dim)
-    # The latents are computed whole on every tensor-parallel rank; only what has heads is cut.
+    # Every tensor-parallel rank computes the whole latents; only weights with heads are split.
     query_latent = (Weight("attention", (arch.q_lora_rank, hidden), fp8=True), Weight("norms", (arch.q_lora_rank,)))
     return (
         *(query_latent if arch.q_lora_rank else ()),
@@ -223,7 +222,7 @@ def _moe_weights(arch: Architecture) -> tuple[Weight, ...]:
     router = Weight("router", (arch.n_routed_experts, arch.hidden_size))
     has_bias = family_of(arch).router_bias
     bias = (Weight("router", (arch.n_routed_experts,), is_buffer=True),) if has_bias else ()
-    # The Hub's checkpoint holds the shared experts as one MLP of their joint width.
+    # The Hub's checkpoint stores the shared experts as one MLP of their total width.
     shared_width = arch.n_shared_experts * arch.moe_intermediate_size
     shared = _mlp_weights(arch, "shared_experts", shared_width) if shared_width else ()
     routed = _mlp_weights(arch, "routed_experts", arch.moe_intermediate_size, arch.n_routed_experts, "expert")

@@ -1,9 +1,9 @@
-"""What each choice of `stage.copy` costs: bytes on a node's disk, bytes read from shared storage.
+"""Cost of each choice of `stage.copy`: bytes on a node's disk, and bytes read from shared storage.
 
-Tensors are counted; with slices, whole files are copied, so a node gets more than its tensors. How much more depends on
-where files begin and end, which only the converted checkpoint knows; it is bounded here. A run of consecutive tensors
-that a node needs takes at most a file more at each of its ends, and a node never gets more than all tensors of its
-layers and a file more at each end of those.
+Sizes are sums of tensors. With slices, whole files are copied, so a node gets more than its tensors. The excess depends
+on file boundaries, which are known only after the conversion; it is bounded here. A run of consecutive tensors that a
+node needs adds at most one file at each end, and a node never gets more than all tensors of its layers and one file at
+each end of those.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from posttrain.config.schema import Config
 from posttrain.plan.sizing.model_size import Weight, decoder_weights, edge_weights, model_weights, mtp_weights
 
 CHOICES = ("nothing", "slices", "everything")
-# The longest file of a converted checkpoint (`checkpoint.formats.torch_dist.MAX_FILE_BYTES`, which needs torch).
+# The largest file of a converted checkpoint (`checkpoint.formats.torch_dist.MAX_FILE_BYTES`, which needs torch).
 FILE_BYTES = 4 * 10**9
 
 
 @dataclass(frozen=True)
 class NodeCopy:
-    """The cost of a choice of `stage.copy`.
+    """Cost of a choice of `stage.copy`.
 
     Args:
         choice: A value of `stage.copy`.
-        least_bytes: Tensors that the fullest node needs.
-        node_bytes: What lies on the fullest node at most.
-        num_nodes: Nodes that get a copy: all that train, or those that the site names.
-        all_nodes_bytes: On these together, at most.
-        shared_read_bytes: What staging reads from shared storage, at most.
+        least_bytes: Size of the tensors that the fullest node needs.
+        node_bytes: Maximum size of the copy on the fullest node.
+        num_nodes: Number of nodes with a copy: all training nodes, or those that the site names.
+        all_nodes_bytes: Maximum size on all of them together.
+        shared_read_bytes: Maximum bytes that staging reads from shared storage.
     """
 
     choice: str
@@ -43,7 +43,7 @@ class NodeCopy:
 
 
 def node_copies(config: Config) -> list[NodeCopy]:
-    """Return what each choice costs in this configuration, in the order of `CHOICES`."""
+    """Return the cost of each choice in this configuration, in the order of `CHOICES`."""
     return [node_copy(config, choice) for choice in CHOICES]
 
 
@@ -67,7 +67,7 @@ def node_copy(config: Config, choice: str) -> NodeCopy:
 
 
 def _whole_copies(config: Config, nodes: int) -> list[int]:
-    """Return what lies on each node: what its ranks load, what its engines load, or both."""
+    """Return the bytes on each node: files that its ranks load, that its engines load, or both."""
     if not config.engine.own_nodes:
         return [_torch_dist_bytes(config) + _rollout_bytes(config)] * nodes
     for_engines = engine_nodes(config)
@@ -80,7 +80,7 @@ def _torch_dist_bytes(config: Config) -> int:
 
 
 def rollout_bytes(config: Config) -> int:
-    """Return the bytes of a checkpoint in the precision of rollouts, which engines that load read all of."""
+    """Return the bytes of a checkpoint in the rollouts' precision, which loading engines read completely."""
     arch = config.model.architecture
     saved = [*model_weights(arch), *mtp_weights(arch)]
     return sum(weight.fp8_bytes for weight in saved) if config.rollout.fp8 else _bytes(saved)
@@ -91,7 +91,7 @@ def _rollout_bytes(config: Config) -> int:
 
 
 def _slice_bounds(config: Config, share: NodeShare) -> tuple[int, int]:
-    """Return the bytes of the tensors that a node needs, and a bound of the files that hold them."""
+    """Return the bytes of the tensors that a node needs, and an upper bound for the files that contain them."""
     arch = config.model.architecture
     layers, (first, last) = decoder_weights(arch), edge_weights(arch)
     edges = _bytes(first) * share.has_embedding + _bytes(last) * share.has_output

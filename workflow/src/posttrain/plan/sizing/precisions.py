@@ -18,7 +18,7 @@ def compared_precisions(config: Config) -> tuple[str, ...]:
 def precision_config(config: Config, precision: str) -> Config:
     """Return the configuration whose evaluations serve one of these precisions (`serving_config`).
 
-    Codes of other formats than FP8 are read by the embedded engine as the numbers that they stand for.
+    The embedded engine dequantises codes of formats other than FP8.
     """
     asked = dataclasses.replace(config.evaluation, precision=FP8 if precision == FP8 else "source")
     config = dataclasses.replace(config, evaluation=asked)

@@ -1,8 +1,8 @@
 """Memory and storage of routed experts (`algorithm.routing_replay`), in engines and on shared storage.
 
-SGLang keeps four bytes for each expert of each token that its cache has room for, in host memory, and on every GPU of
-the tokens of a forward pass of all data-parallel ranks, shared experts included. A rollout keeps one byte, or two with
-more than 256 experts, of layers that have some:
+SGLang stores four bytes per selected expert and cache token in host memory; every GPU also stores them, including
+shared experts, for the tokens of a forward pass of all data-parallel ranks. A rollout stores one byte, or two with more
+than 256 experts, for layers with experts:
 
     GLM-5   78 layers of 8 experts: 2,496 bytes of a token in an engine, 600 in a rollout
 
@@ -21,11 +21,11 @@ NUMBER_BYTES = 4
 
 
 def engine_routes_bytes(config: Config, kv_tokens_per_gpu: int | None) -> tuple[int, int]:
-    """Return what an engine keeps of routes for each of its GPUs: on the GPU, and on the host.
+    """Return the bytes of an engine's routing records per GPU: on the GPU, and on the host.
 
     Args:
-        config: The resolved configuration, of SGLang on GPUs.
-        kv_tokens_per_gpu: Tokens that its cache has room for; None without a pool.
+        config: The resolved configuration, with SGLang on GPUs.
+        kv_tokens_per_gpu: Capacity of its cache in tokens; None without a pool.
     """
     arch, engine = config.model.architecture, config.engine
     if not config.algorithm.routing_replay or not kv_tokens_per_gpu:
@@ -38,7 +38,7 @@ def engine_routes_bytes(config: Config, kv_tokens_per_gpu: int | None) -> tuple[
 
 
 def stored_routes_bytes(config: Config, assumptions: Assumptions) -> int:
-    """Return the bytes of routes below a run's folder, at most: of all steps since the checkpoint before the last."""
+    """Return the maximum bytes of routes in a run's folder: those of all steps since the last checkpoint but one."""
     if not config.algorithm.routing_replay:
         return 0
     arch, training = config.model.architecture, config.training

@@ -1,8 +1,8 @@
-"""Bytes on disk: every checkpoint state in the store, a run's checkpoints, and each node's own copy.
+"""Bytes on disk: every checkpoint state in the store, a run's checkpoints, and each node's local copy.
 
-Counted are tensors: safetensors headers, indexes, tokenizers, datasets, logs and persisted rollouts are small
-beside them. The patched checkpoint's weights are links to the source and cost nothing; so do the links to a
-model that the workflow makes itself.
+Only tensors are counted: safetensors headers, indexes, tokenizers, datasets, logs and persisted rollouts are small by
+comparison. Links use no space: the patched checkpoint's weights are links to the source, and so is the copy of a model
+that the workflow makes itself.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from posttrain.plan.sizing.model_size import count_parameters, model_weights, mt
 from posttrain.plan.sizing.node_copy import node_copy
 from posttrain.plan.sizing.routes import stored_routes_bytes
 
-# What Megatron saves per trained parameter beside the weight: FP32 master copy, first and second moment. The indexer is
-# frozen (`glm5/indexer.py`) and has no state.
+# Bytes that Megatron saves per trained parameter, besides the weight: FP32 master copy, first and second moment. The
+# indexer is frozen (`glm5/indexer.py`) and has no state.
 OPTIMIZER_STATE_BYTES = 12
 NOT_MODELLED = (
     "storage: datasets, logs, persisted rollouts but for routes, file headers; the NVFP4 checkpoint, made on demand",
@@ -31,17 +31,17 @@ class Storage:
     """Bytes on disk.
 
     Args:
-        hf: The source checkpoint, MTP layers included.
-        torch_dist: The same in Megatron's format.
-        rollout_fp8: The model as it came in FP8; 0 where neither engines that begin nor an evaluation load it.
-        rollout_start: Of these what engines that begin empty draft with.
-        export_fp8: The trained model in FP8; 0 when it is evaluated in the source's precision.
-        trained_weights: The weights, the frozen indexer's too, in one checkpoint of the training run.
+        hf: The source checkpoint, including MTP layers.
+        torch_dist: The source checkpoint in Megatron's format.
+        rollout_fp8: The original model in FP8; 0 if neither initial engines nor an evaluation load it.
+        rollout_start: The MTP layers of it, for engines that start empty and draft.
+        export_fp8: The trained model in FP8; 0 if it is evaluated in the source's precision.
+        trained_weights: The weights, including the frozen indexer's, in one checkpoint of the training run.
         training_checkpoint: One checkpoint of the training run: weights and optimizer state.
-        num_training_checkpoints: How many exist at the worst moment: the kept ones and the one being written.
+        num_training_checkpoints: Maximum number at any time: the kept ones and the one being written.
         hf_export: The trained model in Hub layout.
-        node_local_bytes: What staging puts on each node's own disk, at most.
-        kept_routes: To which experts the tokens of rollouts went; 0 where nobody asks.
+        node_local_bytes: Maximum size of staged files on each node's local disk.
+        kept_routes: Routing records of rollouts; 0 if they are not kept.
     """
 
     hf: int
@@ -58,27 +58,27 @@ class Storage:
 
     @property
     def store_bytes(self) -> int:
-        """Made once per model, below `site.store`."""
+        """Made once per model, in `site.store`."""
         return self.hf + self.torch_dist + self.rollout_fp8 + self.rollout_start + self.export_fp8
 
     @property
     def run_bytes(self) -> int:
-        """Made by one run, below `site.results`."""
+        """Made by one run, in `site.results`."""
         return self.num_training_checkpoints * self.training_checkpoint + self.hf_export + self.kept_routes
 
     @property
     def shared_bytes(self) -> int:
-        """All that lies on shared storage."""
+        """Total on shared storage."""
         return self.store_bytes + self.run_bytes
 
 
 def starts_in_fp8(config: Config) -> bool:
-    """Return whether engines in FP8 begin empty, with files of their own."""
+    """Return whether FP8 engines start empty, with their own files."""
     return config.rollout.fp8 and not engines_load(config)
 
 
 def makes_fp8(config: Config) -> bool:
-    """Return whether anybody loads the model as it came in FP8: engines that begin with it, or an evaluation."""
+    """Return whether the original model is loaded in FP8, by initial engines or by an evaluation."""
     return quantises_for_engines(config) and (engines_load(config) or evaluates_fp8(config))
 
 

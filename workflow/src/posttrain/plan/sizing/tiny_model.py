@@ -1,4 +1,4 @@
-"""What the rule make_tiny_model can make: a small GLM-5 or Qwen3. It trains on one CPU, in FP32 and with Adam."""
+"""Limits of the rule make_tiny_model: a small GLM-5 or Qwen3, trained on one CPU in FP32 with Adam."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from posttrain.config.schema import Architecture
 from posttrain.errors import Problem
 from posttrain.plan.sizing.model_size import count_parameters, model_weights, mtp_weights
 
-# Families whose models are warmed up here.
+# Families with a warm-up.
 MADE = ("glm_moe_dsa", "qwen3")
-# Tokens of the made tokenizer.
+# Tokens of the generated tokenizer.
 SMALLEST_VOCABULARY = 64
-# The warm-up is 420 steps of 24 sequences of some 35 tokens: at 6 operations per token and parameter 18 minutes on a
-# CPU of 0.2 TFLOPS (config/hardware/cpu.yaml).
+# The warm-up has 420 steps of 24 sequences of some 35 tokens: at 6 operations per token and parameter, 18 minutes on
+# a CPU with 0.2 TFLOPS (config/hardware/cpu.yaml).
 MOST_PARAMETERS = 100_000_000
 
 
 def check_made(architecture: Architecture) -> Iterator[Problem]:
-    """Yield what keeps an architecture from being made."""
+    """Yield problems that prevent making a model of this architecture."""
     if architecture.model_type not in MADE:
         remedy = "only these are made here; take another model from the Hub or a folder"
         yield Problem(

@@ -1,8 +1,7 @@
-"""GPU memory that no tracker of a trainer sees: how much the plan counts for it, and how much it has been seen to be.
+"""GPU memory that no tracker of a trainer sees: the plan's estimate, and the range of reported values.
 
-Neither torch's allocator nor the rehearsal knows of contexts, communicators and buffers of libraries. What they took on
-others' machines differs, so a plan that ends closer to the limit than they differ says neither that it fits nor that it
-does not.
+Neither torch's allocator nor the rehearsal tracks contexts, communicators and library buffers. Reports from other
+machines vary, so a plan that is closer to the limit than this variation is neither known to fit nor known not to.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ class UntrackedMemory:
     """One term, in GiB per GPU.
 
     Args:
-        name: What it is.
-        gib: What the plan counts.
-        least: That has been reported.
-        most: That has been reported, or what is counted where that is more.
-        source: Who reported it.
+        name: Name of the term.
+        gib: The plan's estimate.
+        least: Lowest reported value.
+        most: Highest reported value, or the estimate if that is higher.
+        source: Source of the reports.
     """
 
     name: str
@@ -34,15 +33,15 @@ class UntrackedMemory:
 
 
 def untracked_terms(config: Config, assumptions: Assumptions = ASSUMPTIONS) -> list[UntrackedMemory]:
-    """Return the terms of a configuration; none on machines without GPUs.
+    """Return the terms of a configuration; empty on machines without GPUs.
 
     Args:
         config: The resolved configuration.
-        assumptions: What is counted.
+        assumptions: The estimates.
     """
     if config.hardware.device == "cpu":
         return []
-    # Trainer and engine are processes of their own, each with a context where they share a GPU.
+    # Trainer and engine are separate processes, each with a context if they share a GPU.
     contexts = 1 + (uses_engines(config) and not config.engine.own_nodes)
     terms = [
         (
@@ -68,7 +67,7 @@ def untracked_terms(config: Config, assumptions: Assumptions = ASSUMPTIONS) -> l
 
 
 def uncertainty_gib(config: Config) -> float:
-    """Return the uncertainty of the untracked memory; with less headroom a plan may not fit.
+    """Return the uncertainty of the untracked memory; a plan with less headroom may not fit.
 
     Example:
         GLM-5 on H200: 4.9 GiB, 3.6 of them NCCL's.

@@ -1,4 +1,4 @@
-"""How long a calibration takes: its weights are read, then forward passes over conversations, a shard at a time."""
+"""Duration of a calibration: it reads the weights, then runs forward passes over conversations, shard by shard."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from posttrain.plan.timing.update_time import forward_causes
 
 
 def calibration_seconds(config: Config, shared_storage: float) -> float:
-    """Return how long it takes at most, with every conversation as long as its pass cuts it; 0 without GPUs or experts.
+    """Return the maximum duration, with every conversation at its pass's length limit; 0 without GPUs or experts.
 
     Args:
         config: The resolved configuration.
-        shared_storage: Bytes per second of shared storage, from which the weights come.
+        shared_storage: Bytes per second of shared storage, which holds the weights.
     """
     arch, passes = config.model.architecture, calibration_passes(config)
     if config.hardware.device == "cpu" or not arch.n_routed_experts or not passes:
@@ -27,7 +27,7 @@ def calibration_seconds(config: Config, shared_storage: float) -> float:
     total = storage(config).torch_dist / shared_storage
     for wanted in passes.values():
         tokens = min(wanted.max_tokens, arch.max_position_embeddings)
-        # Short sequences attend to all keys, without a kernel that chooses.
+        # Short sequences attend to all keys, without a sparse kernel.
         kernel = trainer.kernel if tokens > arch.index_topk else None
         for samples in _shards(wanted.num_samples, size):
             rows = math.ceil(samples * tokens / trainer.data / token_budget(ranks))

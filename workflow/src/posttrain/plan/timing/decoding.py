@@ -1,24 +1,24 @@
-"""How long engines decode: bytes read from memory and sent to experts per step, and a time per layer beside them.
+"""Decoding time of engines: bytes read from memory and sent to experts per step, and a constant time per layer.
 
 For B requests of one engine of W GPUs at a context of c tokens, a decode step takes
 
     layers (t_layer + t_dispatch) + max((weights + cache) / (memory bandwidth share), operations / rate of products)
 
-    weights     all but the experts (a copy per GPU, or 1 / W of what tensor parallelism cuts), and 1 / W of the experts
-                that any of the B tokens is sent to: E (1 - (1 - k / E)^B) of E on average with even routing
+    weights     all but the experts (a copy per GPU, or 1 / W of weights split by tensor parallelism), and 1 / W of the
+                experts selected by any of the B tokens: E (1 - (1 - k / E)^B) of E on average with even routing
     cache       of the requests on one GPU: B / W with data-parallel attention, else all B; sparse attention reads the
                 latents of min(c, K) tokens and the indexer's keys of all c
     t_dispatch  with data-parallel attention: k copies of each token to its experts in FP8 and back in BF16
 
 With speculation the model's MTP layer drafts n tokens and one step verifies them. It has n + 1 tokens per request: they
 reach more experts and send more copies, and each reads its own K latents, while weights and the indexer's keys are read
-once. Drafting takes n passes through one layer and the output matrix. Together they give 1 + a + ... + a^n tokens, a
-being the chance that a drafted token is accepted (`rates.DRAFT_ACCEPTANCE`). So speculation gains most where few
-requests run, and least where many do.
+once. Drafting takes n passes through one layer and the output matrix. Together they give 1 + a + ... + a^n tokens,
+where a is the probability that a drafted token is accepted (`rates.DRAFT_ACCEPTANCE`). So speculation gains most with
+few requests, and least with many.
 
-All requests of a rollout start together, when their prompts are prefilled; where other engines prefill, the caches
-arrive in no time. Their lengths are spread so that a share (1 - x)^a of them is still running at a part x of the
-longest; a = (1 - mean) / mean, with the mean as a part of the longest, so that the last one ends at it.
+All requests of a rollout start together, after the prefill of their prompts; caches from separate prefill engines
+arrive instantly. A share (1 - x)^a of the requests still runs at a fraction x of the longest response; a = (1 - mean) /
+mean, with the mean as a fraction of the longest, so that the last one ends at it.
 
 Sources: Pope et al., arXiv 2211.05102, section 2 (decoding is bound by reading weights and cache); Leviathan et al.,
 arXiv 2211.17192, section 3.1 (tokens per verification); the constants in `rates`.
@@ -41,13 +41,13 @@ from posttrain.plan.timing.rates import (
     MOST_SPECULATION_GAIN,
 )
 
-# A rollout is summed in so many stretches of its longest response; more change its time by less than a thousandth.
+# Number of parts over which a rollout's longest response is summed; more change the time by less than a thousandth.
 SLICES = 32
 STORED_BYTES = {"bf16": 2, "fp32": 4}
-# An FP8 code, and one FP32 scale, of a key of the indexer.
+# FP32 scale of an indexer key, which is stored in FP8.
 INDEXER_SCALE_BYTES = 4
-# Bytes of a hidden element on its way to an expert and back: FP8, then BF16 (deepseek-ai/DeepEP, README, "low-latency
-# kernels": EP64 sends 128 tokens to 8 experts in 173 us and back in 314 us, 42 and 47 GB/s of every copy).
+# Bytes of a hidden element for the dispatch to an expert and back: FP8, then BF16 (deepseek-ai/DeepEP, README,
+# "low-latency kernels": EP64 sends 128 tokens to 8 experts in 173 us and back in 314 us, 42 and 47 GB/s of every copy).
 DISPATCHED_BYTES = 1 + 2
 
 
@@ -56,13 +56,13 @@ class DecodingGpus:
     """One engine.
 
     Args:
-        arch: The model it serves.
-        hardware: What it runs on.
-        num_gpus: W.
+        arch: The served model.
+        hardware: Its hardware.
+        num_gpus: Number of GPUs, W.
         stored: "nvfp4", "fp8", "bf16" or "fp32" weights.
-        dp_attention: Each GPU attends for requests of its own.
-        prefill_gpus: GPUs of other engines that prefill for this one; None: it prefills itself.
-        num_drafts: Tokens that the MTP layer drafts before each step; 0: no speculation.
+        dp_attention: Whether each GPU computes attention for its own requests.
+        prefill_gpus: GPUs of other engines that prefill for this one; None if it prefills itself.
+        num_drafts: Tokens that the MTP layer drafts before each step; 0 without speculation.
     """
 
     arch: Architecture
@@ -74,7 +74,7 @@ class DecodingGpus:
     num_drafts: int = 0
 
     def weights_bytes(self) -> tuple[float, float]:
-        """Return the bytes on one GPU: (all but the experts, the experts)."""
+        """Return the bytes on one GPU: (all weights except the experts, the experts)."""
         others = experts = 0.0
         for weight in model_weights(self.arch):
             if weight.split == "expert":
@@ -84,7 +84,7 @@ class DecodingGpus:
         return others, experts
 
     def draft_bytes(self) -> tuple[float, float]:
-        """Return the bytes on one GPU that a draft reads: (output matrix and a layer but its experts, its experts)."""
+        """Return the bytes on one GPU that a draft reads: (output matrix and a layer without experts, its experts)."""
         others, experts = self.weights_bytes()
         name = "embedding" if self.arch.tie_word_embeddings else "lm_head"
         output = sum(self._held_bytes(weight) for weight in model_weights(self.arch) if weight.component == name)
@@ -92,18 +92,18 @@ class DecodingGpus:
         return output + (others - output) / layers, experts / (layers - self.arch.first_k_dense_replace)
 
     def _held_bytes(self, weight: Weight) -> float:
-        """Return the bytes on one GPU of a weight outside of the experts."""
+        """Return the bytes of a non-expert weight on one GPU."""
         size = weight.bytes_in(self.stored)
         if weight.split == "tensor" and not self.dp_attention:
             return size / min(self.num_gpus, weight.max_shards or self.num_gpus)
         return size
 
     def cache_bytes(self, context: float, num_queries: int = 1) -> float:
-        """Return the bytes that a GPU reads for one of its requests at a context of so many tokens.
+        """Return the bytes that a GPU reads for one of its requests at the given context.
 
         Args:
             context: Tokens of prompt and response so far.
-            num_queries: Tokens of the request in this step: each reads the latents that the indexer chooses for it.
+            num_queries: Tokens of the request in this step; each reads the latents that the indexer selects for it.
         """
         arch = self.arch
         if not arch.kv_lora_rank:
@@ -119,40 +119,40 @@ class DecodingGpus:
 
 
 def decode_step_seconds(engine: DecodingGpus, num_requests: float, context: float) -> float:
-    """Return the time in which each request gets one token: a decode step, or with speculation its share of one.
+    """Return the time per token and request: a decode step, or with speculation its share of one.
 
     Args:
         engine: The engine.
-        num_requests: B, requests of the whole engine.
-        context: c, tokens of prompt and response so far, on average.
+        num_requests: Requests of the whole engine, B.
+        context: Mean number of tokens of prompt and response so far, c.
     """
     return _Decoder(engine).token_seconds(num_requests, context)
 
 
 def accepted_tokens(num_drafts: int, acceptance: float = DRAFT_ACCEPTANCE) -> float:
-    """Return the tokens that a step gives a request: the drafts accepted before the first rejection, and one more.
+    """Return a request's tokens per step: the drafts accepted before the first rejection, and one more.
 
     Args:
-        num_drafts: Drafted tokens of a step.
-        acceptance: The chance that one is accepted.
+        num_drafts: Drafted tokens per step.
+        acceptance: Probability that a draft is accepted.
     """
     return sum(acceptance**count for count in range(num_drafts + 1))
 
 
 def speculation_gain(engine: DecodingGpus, num_requests: float, context: float) -> float:
-    """Return how many times as fast requests get tokens as without speculation, by the roofline, without a limit.
+    """Return the speed-up of requests by speculation, from the roofline model, without the limit.
 
     Args:
         engine: An engine that drafts.
         num_requests: Requests of the whole engine.
-        context: Tokens of prompt and response so far, on average.
+        context: Mean number of tokens of prompt and response so far.
     """
     plain = replace(engine, num_drafts=0)
     return decode_step_seconds(plain, num_requests, context) / decode_step_seconds(engine, num_requests, context)
 
 
 def prefill_seconds(engine: DecodingGpus, num_prompts: float, prompt_tokens: float) -> float:
-    """Return the time of prefilling an engine's prompts, on its own GPUs or on those that prefill for it."""
+    """Return the prefill time of an engine's prompts, on its own GPUs or on its prefill engines."""
     work = num_prompts * sequence_flops(engine.arch, prompt_tokens).forward if prompt_tokens else 0.0
     num_gpus = engine.prefill_gpus or engine.num_gpus
     return work / (num_gpus * engine.hardware.bf16_tflops * 1e12 * COMPUTE_SHARE)
@@ -160,12 +160,12 @@ def prefill_seconds(engine: DecodingGpus, num_prompts: float, prompt_tokens: flo
 
 @dataclass(frozen=True)
 class RolloutTime:
-    """How long a rollout takes on one engine.
+    """Duration of a rollout on one engine.
 
     Args:
         seconds: From the first prompt to the end of the longest response.
-        busy_share: Requests that run, as a share of those that started, averaged over the time of decoding.
-        prefill_seconds: Of these seconds, those before the first token.
+        busy_share: Running requests as a share of the started ones, averaged over the decoding time.
+        prefill_seconds: The part of `seconds` before the first token.
     """
 
     seconds: float
@@ -176,7 +176,7 @@ class RolloutTime:
 def rollout_time(
     engine: DecodingGpus, num_requests: float, prompt_tokens: float, longest_response: float, mean_share: float
 ) -> RolloutTime:
-    """Return how long an engine takes for responses that start together.
+    """Return an engine's duration for responses that start together.
 
     Args:
         engine: The engine.
@@ -202,12 +202,12 @@ def rollout_time(
 
 
 def running_share(x: float, mean_share: float) -> float:
-    """Return the share of requests that still run at a part x of the longest response."""
+    """Return the share of requests that still run at a fraction x of the longest response."""
     return (1 - x) ** ((1 - mean_share) / mean_share)
 
 
 class _Decoder:
-    """Seconds of an engine's decode steps."""
+    """Durations of an engine's decode steps."""
 
     def __init__(self, engine: DecodingGpus):
         self.engine = engine
@@ -219,7 +219,7 @@ class _Decoder:
         self.flops = sequence_flops(arch, 1).forward
 
     def token_seconds(self, num_requests: float, context: float) -> float:
-        """Return the time in which each request gets one token."""
+        """Return the time per token and request."""
         arch, drafts = self.engine.arch, self.engine.num_drafts
         queries = drafts + 1
         cache = self.engine.cache_bytes(context, queries)
@@ -230,13 +230,13 @@ class _Decoder:
     def _pass(
         self, num_layers: int, weights: tuple[float, float], num_requests: float, queries: int, cache: float
     ) -> float:
-        """Return the time of one pass of some layers.
+        """Return the duration of one pass through some layers.
 
         Args:
-            num_layers: Layers.
-            weights: Their bytes on one GPU: (all but the experts, the experts).
-            num_requests: B, requests of the whole engine.
-            queries: Tokens of each.
+            num_layers: Number of layers.
+            weights: Their bytes on one GPU: (all weights except the experts, the experts).
+            num_requests: Requests of the whole engine, B.
+            queries: Tokens of each request.
             cache: Bytes that one request reads.
         """
         engine, arch = self.engine, self.engine.arch
@@ -249,7 +249,7 @@ class _Decoder:
         return num_layers * (LAYER_SECONDS + self._dispatch_seconds(tokens)) + seconds
 
     def _dispatch_seconds(self, tokens: float) -> float:
-        """Return the time in which a layer's tokens travel to their experts and back, averaged over layers."""
+        """Return the time to send a layer's tokens to their experts and back, averaged over layers."""
         engine, arch = self.engine, self.engine.arch
         if not (engine.dp_attention and arch.n_routed_experts and engine.num_gpus > 1):
             return 0.0

@@ -1,8 +1,7 @@
-"""How long the rules take: those that move bytes, from bandwidths that are stated and can be doubted, and training.
+"""Durations of the rules: file transfers, from assumed bandwidths, and training.
 
-A rule that moves bytes is as slow as its slowest lane: the line to the Hub, shared storage as a whole, the jobs that
-work side by side, a node's own disk. Training and evaluation come from `step_time`. Start-up times and queues are not
-modelled.
+A transfer is limited by its slowest part: the connection to the Hub, total shared storage, the concurrent jobs, or a
+node's local disk. Training and evaluation come from `step_time`. Start-up and queue times are not modelled.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ class Bandwidths:
     """Assumed rates, bytes per second.
 
     Args:
-        hub: From the Hub: a 10 Gbit/s line, well used.
-        shared_storage: Shared storage as a whole, reads and writes together.
-        job: Throughput of one conversion, quantisation or check of an export, with reading, hashing and writing.
-        node_disk: Writing to one node's own disk, hashing included.
+        hub: From the Hub: a well-used 10 Gbit/s connection.
+        shared_storage: Total of shared storage, reads and writes together.
+        job: Throughput of one conversion, quantisation or export check, with reading, hashing and writing.
+        node_disk: Writing to one node's local disk, including hashing.
     """
 
     hub: float = 1.0e9
@@ -48,15 +47,15 @@ def durations_seconds(
     Args:
         config: The resolved configuration.
         needed: Bytes on disk.
-        rates: What is assumed of lines and disks.
-        jobs_at_once: Parts of a rule that run side by side; None: all, which is also how long one part takes.
+        rates: Assumed rates of connections and disks.
+        jobs_at_once: Number of concurrent parts of a rule; None means all, which also gives the duration of one part.
 
     Example:
         GLM-5 at 1 GB/s from the Hub: 1,507.7 s to download.
     """
     parts = config.convert.num_parts
     turns = math.ceil(parts / (jobs_at_once or parts))
-    # Files of a folder are linked and hashed, which no bandwidth here tells.
+    # Files from a folder are linked and hashed; no bandwidth here applies.
     seconds = {"download_hf_checkpoint": needed.hf / rates.hub} if config.model.source.kind == "hub" else {}
     seconds |= {
         "convert_hf_to_torch_dist": _side_by_side(needed.hf + needed.torch_dist, parts, turns, rates),
@@ -78,7 +77,7 @@ def durations_seconds(
 
 
 def stage_seconds(copy: NodeCopy, rates: Bandwidths) -> float:
-    """Return how long all nodes take side by side: as long as shared storage gives, or a node's disk takes."""
+    """Return the duration of staging on all nodes concurrently, limited by shared storage or by a node's disk."""
     return max(copy.node_bytes / rates.node_disk, copy.shared_read_bytes / rates.shared_storage)
 
 

@@ -1,12 +1,12 @@
-"""GPU-seconds of a step in which a GPU waits, by cause, over all GPUs of the job.
+"""Idle GPU-seconds of a step, by cause, over all GPUs of the job.
 
-    longest sample       GPUs that decode, for the share of requests that have ended before the longest response
+    longest sample       decoding GPUs, for the share of requests that have ended before the longest response
     prefill engines      while the others decode
     waiting for prefill  engines that only decode, until all prompts are prefilled
     without an engine    GPUs that only train, during the rollout
     engines' own nodes   during log-probabilities and training
     pipeline             stages that fill and drain, in training and in the pass for old log-probabilities
-    checkpoint           all GPUs, where a checkpoint takes longer than the rollout that it is written beside
+    checkpoint           all GPUs, if a checkpoint takes longer than the rollout that overlaps it
 
 Not counted: ranks that wait for the busiest rank's experts or for a longer stage, and transfers of weights.
 """
@@ -32,13 +32,13 @@ NOTES = {
 
 @dataclass(frozen=True)
 class StepTimes:
-    """The parts of a step in which GPUs may wait.
+    """Durations of a step's parts in which GPUs may wait.
 
     Args:
-        rollout: The rollout.
+        rollout: Duration of the rollout.
         training: Seconds of old log-probabilities and training.
-        pipeline_idle: Seconds of these in which a stage waits.
-        checkpoint_wait: Seconds per step in which all wait for a checkpoint.
+        pipeline_idle: The part of `training` in which a stage waits.
+        checkpoint_wait: Seconds per step in which all GPUs wait for a checkpoint.
     """
 
     rollout: RolloutTime
@@ -48,20 +48,20 @@ class StepTimes:
 
 
 def job_gpus(config: Config) -> int:
-    """Return the GPUs of a training job, spare nodes apart."""
+    """Return the number of GPUs of a training job, without spare nodes."""
     return config.nodes * config.hardware.gpus_per_node
 
 
 def idle_gpu_seconds(config: Config, times: StepTimes) -> dict[str, float]:
-    """Return cause -> GPU-seconds of a step in which GPUs wait; causes that take none are left out.
+    """Return cause -> idle GPU-seconds of a step; causes without any are omitted.
 
     Args:
         config: The resolved configuration.
         times: Seconds of the step.
 
     Example:
-        128 GPUs of which 64 prefill for 10 s and 64 decode for 90 s, on average for 75 % of the requests: 64 x 90 x
-        0.25 wait for the longest sample, 64 x 90 of the prefill engines and 64 x 10 for prefill: 7,840 of 12,800.
+        128 GPUs, of which 64 prefill for 10 s and 64 decode for 90 s, on average for 75 % of the requests: 64 x 90 x
+        0.25 for the longest sample, 64 x 90 for the prefill engines and 64 x 10 for prefill: 7,840 of 12,800.
     """
     has_engines, gpus = uses_engines(config), job_gpus(config)
     prefilling = prefill_gpus(config) if has_engines else 0

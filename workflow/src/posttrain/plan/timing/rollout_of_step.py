@@ -1,6 +1,6 @@
-"""How long a step's rollout takes, and an evaluation, which is a rollout of other prompts.
+"""Duration of a step's rollout, and of an evaluation, which is a rollout of other prompts.
 
-Sources: `decoding` for one engine; the mean length of a response and the tokens of a prompt are assumed, see `rates`.
+Sources: `decoding` for one engine; a response's mean length and a prompt's length are assumed, see `rates`.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ def workload(config: Config) -> Workload:
 
 
 def engine_of(config: Config, num_engines: int | None = None) -> DecodingGpus:
-    """Return an engine of a configuration, one that decodes where engines differ.
+    """Return an engine of a configuration; the decoding one if prefill is separate.
 
     Args:
         config: The resolved configuration.
-        num_engines: How many share the engines that only prefill; by default the configuration's.
+        num_engines: Number of engines that share the prefill engines; by default the configuration's.
     """
     full = "fp32" if config.engine.dtype == "float32" else "bf16"
     return DecodingGpus(
@@ -65,22 +65,22 @@ def engine_of(config: Config, num_engines: int | None = None) -> DecodingGpus:
 
 
 def rollout_of(engine: DecodingGpus, num_engines: float, work: Workload) -> RolloutTime:
-    """Return how long equal engines take for a step's samples."""
+    """Return the duration of a step's samples on equal engines."""
     requests = work.num_samples / num_engines
     return rollout_time(engine, requests, work.prompt_tokens, work.longest_response, work.mean_share)
 
 
 def rollout_of_step(config: Config, work: Workload) -> RolloutTime:
-    """Return how long a step's rollout takes; responses that are given take no time."""
+    """Return the duration of a step's rollout; 0 for given responses."""
     if not uses_engines(config):
         return RolloutTime(0.0, 1.0)
     return rollout_of(engine_of(config), config.engine.num_engines, work)
 
 
 def evaluation_seconds(config: Config) -> float:
-    """Return the time in which a configuration's engines answer the held-out prompts and the suites, one by one.
+    """Return the time in which a configuration's engines answer the held-out prompts and the suites, one after another.
 
-    A suite that does not say how many prompts it has takes no time here.
+    A suite without a number of prompts counts as 0.
     """
     total = 0.0
     for name, eval_task in eval_tasks_of(config).items():
@@ -94,12 +94,12 @@ def evaluation_seconds(config: Config) -> float:
 
 
 def evaluation_share(step_seconds: float, seconds: float, interval: int) -> float:
-    """Return the share of training's time, and so of its GPU-hours, that evaluations between steps take.
+    """Return the share of training's time, and of its GPU-hours, for evaluations between steps.
 
     Args:
-        step_seconds: Of a step.
-        seconds: Of an evaluation.
-        interval: Steps between two.
+        step_seconds: Duration of a step.
+        seconds: Duration of an evaluation.
+        interval: Steps between two evaluations.
 
     Example:
         300 s after each 10 steps of 600 s: 300 / 6300 = 0.048.
@@ -108,5 +108,5 @@ def evaluation_share(step_seconds: float, seconds: float, interval: int) -> floa
 
 
 def evaluation_interval(step_seconds: float, seconds: float, max_share: float) -> int:
-    """Return the smallest interval with which evaluations take at most a share of training's time."""
+    """Return the smallest interval at which evaluations take at most `max_share` of training's time."""
     return max(math.ceil(seconds * (1 - max_share) / (max_share * step_seconds)), 1)

@@ -1,26 +1,26 @@
-"""How fast an engine serves: clients that send one request after the other, and a roofline for each step of the engine.
+"""Serving speed of an engine: clients that send one request after another, and a roofline model of each engine step.
 
-c clients send requests of n_in prompt tokens and take n_out tokens each. A step gives every running request a token and
-fills what is left of its token budget with prompts, first come first served. A request begins where the cache has room
-for its prompt; where there is none for the next tokens, who came last is thrown out and begins again. A step of B
-running requests and P prompt tokens takes the longer of
+c clients send requests of n_in prompt tokens and receive n_out tokens each. A step gives every running request a token
+and fills the rest of its token budget with prompts, first come, first served. A request starts once the cache has space
+for its prompt; if the next tokens have no space, the newest request is preempted and restarts. A step of B running
+requests and P prompt tokens takes the maximum of
 
     layers t_layer + max((weights + cache of B) / (memory bandwidth share), B t_token) + P t_token
     B / burst
 
     t_token = FLOPs of a token / (GPUs peak share)
 
-with the bytes of `decoding`; of the experts, those that any of the B + P tokens is sent to are read.
+with the bytes of `decoding`; only the experts selected by any of the B + P tokens are read.
 
 The three constants (`ServingRates`) are fitted on two rows of a public server's table, `published_serving.csv`. The
-burst is a number of the same page that is no row of it: the most tokens per second that the server has ever given. Of
-the other seven rows the tokens per second come out within 15 %, the peak 3 % too low and at 256 clients instead of 128.
-What the burst is bound by, the page does not say; a roofline alone lets 256 requests decode in 36 ms, where the burst
-has 50, and its peak is 8 % too high. `decoding` has other constants: of training's rollouts, whose prompts are
-prefilled all at once.
+burst is a figure of the same page outside the table: the server's highest rate in tokens per second. For the other
+seven rows the tokens per second are within 15 %; the peak is 3 % too low and at 256 clients instead of 128. The page
+does not explain the burst's limit; with the roofline alone, 256 requests decode in 36 ms instead of the burst's 50 ms,
+and the peak is 8 % too high. `decoding` has other constants: those of training's rollouts, whose prompts are prefilled
+all at once.
 
-Sources: Pope et al., arXiv 2211.05102, section 2 (the roofline); Yu et al., Orca, OSDI 2022 (a step at a time); Agrawal
-et al., arXiv 2308.16369 (prompts in pieces beside decoding).
+Sources: Pope et al., arXiv 2211.05102, section 2 (roofline); Yu et al., Orca, OSDI 2022 (iteration-level scheduling);
+Agrawal et al., arXiv 2308.16369 (chunked prefill during decoding).
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from posttrain.plan.timing.decoding import DecodingGpus
 
 PUBLISHED_FILE = Path(__file__).parent / "published_serving.csv"
 PUBLISHED_CONCURRENCIES = (1, 8, 16, 32, 64, 128, 256, 512, 1024)
-# What is shown of an engine.
+# Concurrencies that the plan shows for an engine.
 SHOWN_CONCURRENCIES = (1, 16, 64, 256)
 FITTED_TO = "fitted to GLM-5 in FP8 by vLLM 0.16 on eight B200"
-# vLLM, vllm/engine/arg_utils.py: tokens of a step of a server on a GPU of 70 GiB or more.
+# vLLM, vllm/engine/arg_utils.py: tokens per step of a server on a GPU with 70 GiB or more.
 TOKEN_BUDGET = 8192
 # "Peak burst throughput" of the guide for GLM-5 with vLLM on B200, tokens per second of the whole server.
 PUBLISHED_BURST = 5114.0
@@ -51,7 +51,7 @@ class ServingRates:
     """Fitted rates of a step that no data sheet states.
 
     Args:
-        layer_seconds: Time of a layer that does not depend on bytes.
+        layer_seconds: Time of a layer that is independent of the bytes.
         memory_share: Share of the memory bandwidth.
         prefill_share: Share of the BF16 peak.
     """
@@ -68,13 +68,13 @@ FITTED = ServingRates(layer_seconds=217e-6, memory_share=1.0, prefill_share=0.06
 
 @dataclass(frozen=True)
 class Load:
-    """What clients ask.
+    """Requests of the clients.
 
     Args:
         input_tokens: Tokens of every prompt.
         output_tokens: Tokens of every response.
-        requests_per_client: How many each client sends. The published table does not say how many; its rows of 1 and
-            16 clients are met best by five.
+        requests_per_client: Requests of each client. The published table does not state it; five matches its rows of 1
+            and 16 clients best.
     """
 
     input_tokens: int = 2048
@@ -83,7 +83,7 @@ class Load:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a request at its end."""
+        """Tokens of a finished request."""
         return self.input_tokens + self.output_tokens
 
 
@@ -92,11 +92,11 @@ class ServedRow:
     """One row of a concurrency table, measured or predicted.
 
     Args:
-        concurrency: Clients.
-        output_tokens_per_second: Tokens of all responses by the time from the first request to the last token.
-        ttft_ms: Mean time from sending a request to its first token.
+        concurrency: Number of clients.
+        output_tokens_per_second: Tokens of all responses divided by the time from the first request to the last token.
+        ttft_ms: Mean time from a request to its first token.
         tpot_ms: Mean time between the tokens of a response.
-        itl_p99_ms: 99 % of the times between two tokens are no longer.
+        itl_p99_ms: 99th percentile of the time between two tokens.
     """
 
     concurrency: int
@@ -123,14 +123,14 @@ def predict_serving(
     """Return a row for each concurrency.
 
     Args:
-        engine: What serves.
-        pool_tokens: Tokens of cache that fit into the whole engine.
+        engine: The serving engine.
+        pool_tokens: Capacity of the whole engine's cache in tokens.
         concurrencies: Numbers of clients.
-        load: What they ask; that of the published table by default.
+        load: The clients' requests; by default those of the published table.
         rates: Constants of a step.
 
     Raises:
-        ValueError: The cache has no room for one request.
+        ValueError: The cache cannot hold one request.
     """
     load = load or Load()
     if pool_tokens < load.tokens:
@@ -140,15 +140,15 @@ def predict_serving(
 
 
 def is_predicted(arch: Architecture, hardware: Hardware, pool_tokens: int) -> bool:
-    """Return whether the fitted constants apply: sparse attention, on GPUs, with room for a request.
+    """Return whether the fitted constants apply: sparse attention, on GPUs, with enough cache for a request.
 
-    A dense model of one GPU prefills with several times the share of the peak that GLM-5 does.
+    A dense model on one GPU reaches several times GLM-5's share of the peak in prefill.
     """
     return arch.index_n_heads > 0 and hardware.device == "cuda" and pool_tokens >= Load().tokens
 
 
 class _Roofline:
-    """Seconds of a step."""
+    """Duration of a step."""
 
     def __init__(self, engine: DecodingGpus, rates: ServingRates, input_tokens: int):
         arch, hardware = engine.arch, engine.hardware
@@ -163,7 +163,7 @@ class _Roofline:
         self.token_seconds = flops / (prefill_gpus * hardware.bf16_tflops * 1e12 * rates.prefill_share)
 
     def step(self, running: int, context: float, prompt_tokens: int = 0) -> float:
-        """Return the time of one step with some requests at a mean context."""
+        """Return the duration of a step with `running` requests at a mean context."""
         awake = 1 - self.asleep ** (running + prompt_tokens)
         cache = running * self.requests_per_gpu * self.cache_bytes(context)
         read = self.others + self.experts * awake + cache
@@ -176,10 +176,10 @@ class _Requests:
     """A group of requests that arrived together and are at the same token.
 
     Args:
-        count: How many.
-        came: When they were sent.
-        done: Tokens that they have.
-        first_token: When they had the first one; it stays where they are thrown out and begin again.
+        count: Number of requests.
+        came: Time at which they were sent.
+        done: Number of tokens generated so far.
+        first_token: Time of the first token; kept when they are preempted and restart.
     """
 
     count: int
@@ -188,29 +188,29 @@ class _Requests:
     first_token: float | None = None
 
     def split(self, count: int) -> _Requests:
-        """Take some away, and return them."""
+        """Remove some requests, and return them."""
         self.count -= count
         return replace(self, count=count)
 
 
 @dataclass
 class _Serving:
-    """One row: the engine's steps, one by one while there are prompts, else as a stretch until something changes."""
+    """Simulation of one row: single engine steps while there are prompts, otherwise many at once until a change."""
 
     roofline: _Roofline
     load: Load
     clients: int
-    room: int  # tokens of the cache
+    room: int  # cache capacity in tokens
     clock: float = 0.0
-    held: int = 0  # tokens in it of those who run
+    held: int = 0  # cache tokens of running requests
     num_running: int = 0
     running: list[_Requests] = field(default_factory=list)
     waiting: deque[_Requests] = field(default_factory=deque)
-    started: _Requests | None = None  # one request, with a part of its prompt in the cache
+    started: _Requests | None = None  # one request with a part of its prompt in the cache
     started_tokens: int = 0
     ttft: float = 0.0
     decoding: float = 0.0
-    gaps: list[tuple[float, int]] = field(default_factory=list)  # between two tokens, and how many waited for it
+    gaps: list[tuple[float, int]] = field(default_factory=list)  # between two tokens, and number of waiting requests
 
     def run(self) -> ServedRow:
         """Serve all requests."""
@@ -256,7 +256,7 @@ class _Serving:
         return thrown
 
     def _take_prompts(self) -> tuple[list[_Requests], int]:
-        """Fill a step with prompts: return those that it finishes, and the tokens of all."""
+        """Fill a step with prompts; return the finished ones, and the number of tokens of all."""
         budget, free = max(TOKEN_BUDGET - self.num_running, 0), self._free - self.num_running
         finished, tokens = [], 0
         if self.started:
@@ -303,7 +303,7 @@ class _Serving:
             self.running.append(requests)
 
     def _end(self) -> int:
-        """Remove the requests that have all of their tokens; return their number."""
+        """Remove the finished requests; return their number."""
         ended = [requests for requests in self.running if requests.done >= self.load.output_tokens]
         if not ended:
             return 0
@@ -316,7 +316,7 @@ class _Serving:
 
 
 def _percentile(weighted: Sequence[tuple[float, int]], share: float) -> float:
-    """Return the smallest value that a share of all weights does not exceed; 0 without weights."""
+    """Return the smallest value that is not exceeded by a given share of the weights; 0 without weights."""
     ordered, total = sorted(weighted), sum(weight for _, weight in weighted)
     seen = 0
     for value, weight in ordered:
