@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from posttrain.plan.sizing.flops import sequence_flops
 from posttrain.plan.timing import attainable, rates
 from posttrain.plan.timing.decoding import accepted_tokens, decode_step_seconds, rollout_time, speculation_gain
 from posttrain.plan.timing.rollout_of_step import engine_of
@@ -71,3 +72,11 @@ def test_copies_to_experts_take_as_long_as_deepeps(plain):
     bandwidth = hardware.hbm_gb_per_s * 1e9 * rates.MEMORY_SHARE
     dispatched = decode_step_seconds(engine, 8192, 0) - 78 * rates.LAYER_SECONDS - read / bandwidth
     assert dispatched == pytest.approx(78 * (173e-6 + 314e-6), rel=0.05)
+
+
+def test_products_bound_a_step_of_very_many_requests(plain):
+    """A million requests without a cache: their operations by the rate of products, where nothing is sent."""
+    engine = dataclasses.replace(plain, dp_attention=False)
+    work = 1_000_000 * sequence_flops(plain.arch, 1).forward / 64
+    expected = 78 * rates.LAYER_SECONDS + work / (794.5 / 989 * plain.hardware.bf16_tflops * 1e12)
+    assert decode_step_seconds(engine, 1_000_000, 0) == pytest.approx(expected, rel=1e-9)
