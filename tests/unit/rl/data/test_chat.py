@@ -1,9 +1,10 @@
 import json
 
 import pytest
+from tests.support.rejections import rejected
 
 from posttrain.checkpoint.tiny.tokenizer import STOP_TOKENS, make_tokenizer
-from posttrain.errors import CheckpointError, ConfigError
+from posttrain.errors import ConfigError
 from posttrain.rl.data.chat import ChatTokenizer
 
 MESSAGES = ({"role": "system", "content": "sort the digits."}, {"role": "user", "content": "3141"})
@@ -54,12 +55,12 @@ def test_tools_reach_the_template(folder):
 
 def test_no_template_is_refused(folder):
     (folder / "chat_template.jinja").unlink()
-    with pytest.raises(CheckpointError, match="no chat template"):
+    with rejected("no-chat-template"):
         ChatTokenizer(folder)
 
 
 def test_no_tokenizer_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="the tokenizer cannot be loaded"):
+    with rejected("tokenizer-invalid"):
         ChatTokenizer(tmp_path)
 
 
@@ -69,7 +70,7 @@ def test_code_of_a_checkpoint_is_not_run(folder):
     config = json.loads((folder / "tokenizer_config.json").read_text())
     config |= {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": [None, "tokenization_mine.Mine"]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="cannot be loaded"):
+    with rejected("tokenizer-invalid"):
         ChatTokenizer(folder)
     assert not proof.exists()
 
@@ -86,7 +87,7 @@ def test_variables_of_the_template(folder):
 
 @pytest.mark.parametrize("word", ["thinking", "=1", "a b=1", "tokenize=false"])
 def test_what_is_no_variable_of_the_template_is_refused(folder, word):
-    with pytest.raises(ConfigError, match=r"data\.chat_template_kwargs"):
+    with rejected("not-key-value", key="data.chat_template_kwargs"):
         ChatTokenizer(folder, [word])
 
 
@@ -166,10 +167,10 @@ def test_a_template_that_asks_otherwise_than_it_answers_is_refused(folder):
 
 def test_a_template_that_leaves_out_some_of_the_answer_is_refused(folder):
     stripping = QWEN_LIKE.replace("{{ m.content }}{% for c", "{{ m.content.split('</think>')[-1] }}{% for c")
-    with pytest.raises(ConfigError, match="lacks some of the answer"):
+    with rejected("answer-not-whole"):
         qwen_like(folder, stripping).render_answered(MESSAGES, {"role": "assistant", "content": "<think>a</think>b"})
 
 
 def test_a_model_that_names_no_stop_token_is_refused(folder):
-    with pytest.raises(CheckpointError, match="eos_token_id"):
+    with rejected("no-stop-token", "eos_token_id"):
         ChatTokenizer(folder).render_answered(MESSAGES, ANSWER)

@@ -1,8 +1,8 @@
 import json
 
 import pytest
+from tests.support.rejections import rejected
 
-from posttrain.errors import ConfigError
 from posttrain.rl.data.dataset import load_prompts, write_prompts
 from posttrain.types import Prompt, SampleGroup
 
@@ -37,16 +37,16 @@ def test_a_stored_rollout_has_its_prompt_whole_and_older_ones_are_read():
 
 
 @pytest.mark.parametrize(
-    ("content", "value"),
+    ("content", "found"),
     [
-        ("", "no prompts"),
-        ('{"prompt": [], "label": 1}\n{"prompt": []}\n', "line 2: "),
-        ('{"question": [], "answer": "1"}\n', "line 1: 'prompt'"),
-        ('{"prompt": [], "label": 1, "more": 2}\n', "line 1: .*'more'"),
-        ('{"prompt": \n', "line 1: not JSON"),
+        ("", []),
+        ('{"prompt": [], "label": 1}\n{"prompt": []}\n', ["line 2: "]),
+        ('{"question": [], "answer": "1"}\n', ["line 1: 'prompt'"]),
+        ('{"prompt": [], "label": 1, "more": 2}\n', ["line 1: ", "'more'"]),
+        ('{"prompt": \n', ["line 1: ", "JSON"]),
     ],
 )
-def test_other_files_are_none(tmp_path, content, value):
+def test_other_files_are_none(tmp_path, content, found):
     (tmp_path / "train.jsonl").write_text(content)
-    with pytest.raises(ConfigError, match=value):
+    with rejected("not-our-dataset", *found, key=str(tmp_path / "train.jsonl")):
         load_prompts(tmp_path / "train.jsonl")

@@ -3,8 +3,8 @@ import decimal
 import uuid
 
 import pytest
+from tests.support.rejections import rejected
 
-from posttrain.errors import ConfigError
 from posttrain.rl.data.keys import AbsentError
 from posttrain.rl.data.messages import (
     PromptTemplate,
@@ -134,12 +134,9 @@ def test_a_template_takes_prompt_and_columns_and_no_braces_of_theirs():
 
 def test_a_template_without_a_place_for_the_prompt():
     for text, value in (("Solve.", "'Solve.'"), ("{{prompt}}", "'{{prompt}}'")):
-        with pytest.raises(ConfigError) as raised:
+        with rejected("placeholder-missing", f" = {value} ", "{prompt}", key="data.prompt_template"):
             PromptTemplate(text)
-        (problem,) = raised.value.problems
-        assert (problem.key, problem.value) == ("data.prompt_template", value)
-        assert (problem.allowed, problem.remedy) == ("a text with {prompt}", "put {prompt} where the prompt belongs")
-    with pytest.raises(ConfigError, match=r"data\.prompt_template = 'a b'"):
+    with rejected("not-a-path-of-keys", "'a b'", key="data.prompt_template"):
         PromptTemplate("{prompt} {a b}")
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.support.rejections import rejected
 from tests.support.served_in_foreground import environment, serve, serving
 from tests.support.sglang_environment import PYTHON, require_sglang
 from tests.support.tiny_checkpoint import write_shards
@@ -31,7 +32,7 @@ from posttrain.checkpoint.reference_logprobs import (
 )
 from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
 from posttrain.cluster.processes import end_processes, start_child
-from posttrain.errors import CheckpointError, ConfigError
+from posttrain.errors import ConfigError
 from posttrain.rl.data.chat import ChatTokenizer
 from posttrain.rl.engines.calls import EngineError
 from posttrain.rl.engines.ports import choose_free_ports
@@ -237,7 +238,7 @@ def test_what_is_read_is_looked_at(tmp_path: Path) -> None:
     ]
     for content in spoiled:
         (tmp_path / CANARY_NAME).write_text(content)
-        with pytest.raises(CheckpointError, match=CANARY_NAME):
+        with rejected("reference-logprobs-invalid", CANARY_NAME):
             read_reference_logprobs(tmp_path)
 
 

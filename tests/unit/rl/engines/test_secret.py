@@ -6,8 +6,8 @@ import os
 import re
 
 import pytest
+from tests.support.rejections import rejected
 
-from posttrain.errors import ConfigError
 from posttrain.rl.engines.secret import SECRET_VARIABLE, authorization, new_secret, take_secret
 
 
@@ -28,7 +28,7 @@ def test_none_is_refused_and_the_variable_named(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.delenv(SECRET_VARIABLE, raising=False)
     if value is not None:
         monkeypatch.setenv(SECRET_VARIABLE, value)
-    with pytest.raises(ConfigError, match=f"{SECRET_VARIABLE} = not set") as refused:
+    with rejected("secret-not-set", key=SECRET_VARIABLE) as refused:
         take_secret()
     (problem,) = refused.value.problems
     assert problem.allowed == "a text that nobody else knows"

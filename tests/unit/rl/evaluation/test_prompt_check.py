@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.support.rejections import rejected
 
 from posttrain.checkpoint.tiny.tokenizer import make_tokenizer, stop_token_ids
 from posttrain.errors import ConfigError
@@ -122,7 +123,7 @@ def test_responses_that_cannot_be_learned_are_named_by_row(check) -> None:
     rows = [
         {"messages": [{"role": "user", "content": "a"}, answer]} for answer in (good, {**good, "tool_calls": calls})
     ]
-    with pytest.raises(ConfigError, match=r"responses of train\.jsonl = 1 of 2 rows(.|\n)*row 2: .*with message 2"):
+    with rejected("rows-not-rendered", "1 of 2 rows", "row 2: ", "message 2", key="responses of train.jsonl"):
         check(rows, recipe="sft")
 
 

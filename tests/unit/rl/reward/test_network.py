@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 from tests.support.canaries import CANARIES, command_lines, found_in
+from tests.support.rejections import rejected
 from tests.support.reward_server import Fault, RewardServer, backwards, cut, nonsense, says, slow, status, trickle
 
 from posttrain.config.services import Service
-from posttrain.errors import ConfigError
 from posttrain.plan.resolve import resolve
 from posttrain.rl.reward import network
 from posttrain.rl.reward.answer import Answer, Failure, Grade
@@ -268,7 +268,7 @@ def test_the_token_is_shown_to_the_address_and_to_nobody_else(tmp_path: Path) ->
 @pytest.mark.parametrize("value", ["", "two words", f"{CANARIES[VARIABLE]}\nX-Other: 1"])
 def test_a_token_that_is_none_is_refused_and_not_shown(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv(VARIABLE, value)
-    with pytest.raises(ConfigError, match=r"far\.token_variable = HF_TOKEN, ") as refused:
+    with rejected("secret-not-set", "HF_TOKEN") as refused:
         ask("http://127.0.0.1:9", "four", token_variable=VARIABLE)
     assert not found_in(str(refused.value))
     assert "two words" not in str(refused.value)

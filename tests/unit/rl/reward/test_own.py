@@ -4,9 +4,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.support.rejections import rejected
 
 from posttrain.config.own_reward import TRL, VERL, inspect_own
-from posttrain.errors import ConfigError
 from posttrain.rl.reward.answer import Answer, Grade
 from posttrain.rl.reward.own import OwnFunction
 
@@ -125,26 +125,25 @@ def test_a_file_beside_it_can_be_imported(source) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "name", "reason"),
+    ("text", "name", "code", "datum"),
     [
-        (VERL_SOURCE, "compute_scores", "compute_score"),
-        ("def f(:", "f", "line 1"),
-        ("def f(response, label): ...", "f", "response, label"),
-        ("def f(completions, trainer_state): ...", "f", "trainer_state"),
-        ("class A:\n    def f(self, completions): ...", "f", "none"),
-        ("REWARD_FILES = list('a')\ndef f(completions): ...", "f", "line 1"),
-        ("REWARD_FILES = ['is_not_there']\ndef f(completions): ...", "f", "is_not_there"),
+        (VERL_SOURCE, "compute_scores", "no-such-function", "compute_score"),
+        ("def f(:", "f", "reward-unreadable", "line 1"),
+        ("def f(response, label): ...", "f", "reward-signature", "response, label"),
+        ("def f(completions, trainer_state): ...", "f", "reward-needs-trainer", "trainer_state"),
+        ("class A:\n    def f(self, completions): ...", "f", "no-such-function", "none"),
+        ("REWARD_FILES = list('a')\ndef f(completions): ...", "f", "names-not-literal", "line 1"),
+        ("REWARD_FILES = ['is_not_there']\ndef f(completions): ...", "f", "no-such-file", "is_not_there"),
     ],
 )
-def test_what_is_no_reward_function_is_refused(source, text: str, name: str, reason: str) -> None:
-    with pytest.raises(ConfigError, match=r"data\.reward") as refused:
+def test_what_is_no_reward_function_is_refused(source, text: str, name: str, code: str, datum: str) -> None:
+    with rejected(code, datum, key="data.reward"):
         inspect_own(f"{source(text)}:{name}", "data.reward")
-    assert reason in str(refused.value)
 
 
 @pytest.mark.parametrize("text", ["nowhere.py:f", "nowhere.py", ":f"])
 def test_no_file(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"path\.py:function"):
+    with rejected("reward-unreadable", "path.py:function", key="data.reward"):
         inspect_own(text, "data.reward")
 
 

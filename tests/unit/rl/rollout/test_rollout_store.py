@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.support.rejections import rejected
 
-from posttrain.errors import CheckpointError
 from posttrain.rl.rollout.rollout_store import RolloutStore
 from posttrain.types import Prompt, Sample, SampleGroup
 
@@ -54,7 +54,7 @@ def test_damage_is_named(tmp_path: Path, content: str) -> None:
     store.write(0, 0, [group(1)])
     (path,) = tmp_path.glob("*/*.json")
     path.write_text(content)
-    with pytest.raises(CheckpointError, match=f"{path}: not a rollout"):
+    with rejected("rollout-invalid", path):
         store.read(0, 0)
 
 
@@ -73,7 +73,7 @@ def test_a_step_is_read_whole_or_not_at_all(tmp_path: Path) -> None:
     store.write(2, 1, [group(3)])
     assert store.read_step(2, 3) == [group(1), group(2), group(3)]
     for step, num_groups in ((2, 4), (3, 3)):
-        with pytest.raises(CheckpointError, match=r"groups are there; logging\.keep_rollouts=true"):
+        with rejected("rollout-incomplete", "logging.keep_rollouts=true"):
             store.read_step(step, num_groups)
 
 
@@ -110,7 +110,7 @@ def test_routes_that_are_not_what_was_written_are_named(tmp_path: Path, spoil: s
     path.write_bytes(content if spoil == "flip" else content[:-1])
     if spoil == "remove":
         path.unlink()
-    with pytest.raises(CheckpointError, match=r"not a rollout .*routes.*; delete it and run again"):
+    with rejected("rollout-invalid", ".routes"):
         store.read(0, 0)
 
 
@@ -125,7 +125,7 @@ def test_routes_that_are_something_else_are_not_opened(tmp_path: Path, old: str,
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new))
-    with pytest.raises(CheckpointError, match=f"not a rollout .{said}"):
+    with rejected("rollout-invalid", said):
         store.read(0, 0)
 
 

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import xxhash
 from tests.support.begun_runs import WEIGHTS, begin_run, paths_of
+from tests.support.rejections import rejected
 
 from posttrain.config.load import dump_resolved, dump_yaml
-from posttrain.errors import CheckpointError, ConfigError
+from posttrain.errors import ConfigError
 from posttrain.report.sinks import read_rows
 from posttrain.rl.training.checkpoints import CheckpointFolder, committed_checkpoints
 from posttrain.rl.training.fork import begin_fork
@@ -133,7 +134,7 @@ def test_a_checkpoint_that_lacks_a_file_is_refused_with_its_name(old: Paths) -> 
     (old.checkpoints / "step_000002" / "__1_0.distcp").unlink()
     (problem,) = check_fork(fork_of(old))
     assert "__1_0.distcp: missing, expected 2000 bytes" in problem.remedy
-    with pytest.raises(ConfigError, match="missing, expected"):
+    with rejected("checkpoint-damaged", "missing", key="fork"):
         begin_fork(fork_of(old))
 
 
@@ -243,7 +244,7 @@ def test_what_the_receipt_of_a_fork_proves(old: Paths) -> None:
 @pytest.mark.parametrize("content", ["{", "[1]"])
 def test_a_parent_whose_beginning_cannot_be_read_is_named(old: Paths, content: str) -> None:
     old.begun_from.write_text(content)
-    with pytest.raises(CheckpointError, match=rf"{old.begun_from}: cannot be read"):
+    with rejected("checkpoint-unreadable", old.begun_from):
         begin_fork(fork_of(old))
 
 

@@ -1,10 +1,10 @@
 import pytest
 import torch
+from tests.support.rejections import rejected
 from tests.support.tiny_checkpoint import ALL
 from tests.unit.rl.engines.conftest import strong_tensors, write_checkpoint
 
 from posttrain.checkpoint.quantization.fp8 import dequantize_block, quantize_named
-from posttrain.errors import CheckpointError
 from posttrain.rl.engines.checksums import tensor_checksum
 from posttrain.rl.engines.embedded.model import load_model
 from posttrain.rl.engines.embedded.weights import WeightError, views_by_hub_name
@@ -130,30 +130,27 @@ def without(tensors, name):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "data"),
     [
-        (lambda tensors: without(tensors, DOWN), f"1 of 82 tensors are missing: {DOWN}"),
-        (
-            lambda tensors: {**tensors, "model.extra.weight": torch.zeros(2)},
-            "model.extra.weight: the model has no",
-        ),
-        (lambda tensors: {**tensors, DOWN: torch.zeros(3, 3)}, r"shape \(3, 3\)"),
+        (lambda tensors: without(tensors, DOWN), ["1 of 82 tensors", DOWN]),
+        (lambda tensors: {**tensors, "model.extra.weight": torch.zeros(2)}, ["model.extra.weight"]),
+        (lambda tensors: {**tensors, DOWN: torch.zeros(3, 3)}, ["(3, 3)"]),
     ],
 )
-def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path, tensors, change, said):
+def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path, tensors, change, data):
     folder = write_checkpoint(tmp_path / "hf", "glm_moe_dsa", change(tensors))
-    with pytest.raises(CheckpointError, match=said):
+    with rejected("model-not-loadable", *data):
         load_model(folder, torch.float32)
 
 
 def test_an_architecture_that_is_not_served_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(CheckpointError, match="'llama'; the embedded engine serves glm_moe_dsa, deepseek_v3, "):
+    with rejected("family-not-served", "'llama'", "glm_moe_dsa, deepseek_v3, "):
         load_model(tmp_path, torch.float32)
 
 
 def test_a_folder_without_config_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match=r"config\.json: cannot be read"):
+    with rejected("model-not-loadable", "config.json"):
         load_model(tmp_path, torch.float32)
 
 
