@@ -34,7 +34,7 @@ class AttemptFailedError(RuntimeError):
     """An attempt ended before training was done; another attempt may succeed.
 
     Args:
-        reason: What happened.
+        reason: Why it ended.
         suspects: Nodes that may be lost.
     """
 

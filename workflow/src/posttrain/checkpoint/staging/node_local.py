@@ -109,7 +109,7 @@ def stage(
     """Make `destination` hold a verified copy of every origin, each in a folder with the origin's name.
 
     Args:
-        origins: What to copy.
+        origins: Folders to copy.
         destination: Folder on the node's local disk.
         workers: Number of files processed at a time.
         reread: Read every written file from the disk again and compare.

@@ -1,7 +1,7 @@
-"""What machines attain of their peaks when they train: each rate with the one place it was measured at.
+"""Attainable shares of machines' peaks in training: each rate with the source of its measurement.
 
-Peaks stand in `config/hardware`; a share is taken of them. Shares measured on an H100 are taken for every GPU: few have
-been published for others. No rate here is fitted on a training run; what those lose against these rates is in `fitted`.
+The peaks are in `config/hardware`. Shares measured on an H100 are used for every GPU, because few have been published
+for others. No rate here is fitted on a training run; `fitted` has the losses of training runs against these rates.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Mapping
 
 from posttrain.config.schema import Hardware
 
-# BF16 peak of the H100 (data sheet, dense) that rates below are shares of, in TFLOPS.
+# BF16 peak of the H100 (data sheet, dense), to which the rates below are relative, in TFLOPS.
 _H100 = 989.5
 
-# Matrix products of a good shape: 794.5 of 989 TFLOPS on an H100 (stas00/ml-engineering, compute/accelerator/README.md,
-# "Maximum Achievable Matmul FLOPS").
+# Well-shaped matrix products: 794.5 of 989 TFLOPS on an H100 (stas00/ml-engineering,
+# compute/accelerator/README.md, "Maximum Achievable Matmul FLOPS").
 GEMM_SHARE = 794.5 / 989
 
-# Products in FP32, which run outside of the tensor cores: 67 TFLOPS (data sheet of the H100).
+# FP32 products, which run outside of the tensor cores: 67 TFLOPS (data sheet of the H100).
 FP32_SHARE = 67 / _H100
 
 # Experts' products by an expert's width. The first two are a whole forward pass of 32,768 tokens, with the permutation
@@ -32,14 +32,14 @@ _LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 ATTENTION_TFLOPS: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "flash_3": ((292, 423, 521, 579, 602, 616), (316, 424, 501, 542, 559, 561)),
     "fused": ((315, 410, 484, 518, 529, 539), (305, 408, 465, 499, 518, 516)),  # cuDNN
-    # A mask of one's own takes torch to kernels made for earlier GPUs; nobody has published theirs on an H100, taken is
-    # FlashAttention-2, which is made for those, too, without a mask.
+    # A custom mask makes torch use kernels for older GPUs; no rates of these on an H100 are published, so this uses
+    # those of FlashAttention-2, also made for older GPUs, without a mask.
     "masked": ((309, 350, 362, 368, 370, 370), (214, 260, 291, 310, 318, 322)),
-    # Of chosen keys, 64 heads: TileLang's, close to 600 TFLOPS on an H800 and about 115 on an H200
-    # (tile-ai/tilelang 00a1cee, examples/deepseek_v32/README.md). Nobody has published cuDNN's.
+    # Sparse attention, 64 heads: TileLang's, close to 600 TFLOPS on an H800 and about 115 on an H200
+    # (tile-ai/tilelang 00a1cee, examples/deepseek_v32/README.md). No rates of cuDNN's are published.
     "sparse": ((600,) * 6, (115,) * 6),
-    # Megatron Core's own in TileLang, as this trainer calls it: `benchmarks/one_gpu.py` on an H200, 64 heads, 1,024
-    # queries of a row of 8,192 keys, measured once; fewer heads, as TP leaves, were not.
+    # Megatron Core's TileLang kernels, as this trainer calls them: `benchmarks/one_gpu.py` on an H200, 64 heads, 1,024
+    # queries with 8,192 keys, measured once; fewer heads, as with TP, were not measured.
     "tilelang": ((188,) * 6, (73,) * 6),
 }
 ATTENTION_BACKWARD = 2.5
@@ -47,16 +47,16 @@ ATTENTION_BACKWARD = 2.5
 # Copies in a GPU's memory: 2,903 of 3,350 GB/s (aigatech/vpbenchmarking, README, eight H100).
 MEMORY_SHARE = 2903 / 3350
 
-# From GPU to GPU: of one node 380 of 450 GB/s (NVIDIA/nccl#1264, H100), between nodes 44 of 50
+# Between GPUs: 380 of 450 GB/s in a node (NVIDIA/nccl#1264, H100), 44 of 50 between nodes
 # (PrimeIntellect-ai/prime-rl#3341, RDMA between H200).
 LINK_SHARE, NETWORK_SHARE = 380 / 450, 44 / 50
 
-# Copies of tokens to experts and back by ranks, of 50 GB/s between nodes: a copy a node, the own one too
-# (deepseek-ai/DeepEP, docs/legacy.md, H800). In a node 153 of the 160 GB/s that its links give.
+# Dispatch of tokens to experts and back by number of ranks, relative to 50 GB/s between nodes: one copy per node,
+# including the own one (deepseek-ai/DeepEP, docs/legacy.md, H800). In a node 153 of the links' 160 GB/s.
 DISPATCH_SHARE: Mapping[float, float] = {16: 43 / 50, 32: 58 / 50, 64: 51 / 50}
 DISPATCH_LINK_SHARE = 153 / 160
 
-# What a kernel costs its host: 5 to 25 us for a product in torch on an H100, here their geometric mean
+# Host time of a kernel launch: 5 to 25 us for a product in torch on an H100, here their geometric mean
 # (jiahuanglin.xyz, all_lessons/gpu_kernel_serving/18_pytorch_to_kernel.html).
 LAUNCH_SECONDS = math.sqrt(5 * 25) * 1e-6
 
@@ -72,7 +72,7 @@ def fp32_gemm(hardware: Hardware) -> float:
 
 
 def experts(hardware: Hardware, width: float) -> float:
-    """Return the operations per second of experts of a width, at most those of other products."""
+    """Return the operations per second of experts of a width; at most those of other products."""
     return min(_between(EXPERT_TFLOPS, width) / _H100, GEMM_SHARE) * hardware.bf16_tflops * 1e12
 
 
@@ -82,7 +82,7 @@ def attention(hardware: Hardware, kernel: str, tokens: float) -> tuple[float, fl
     Args:
         hardware: The machine.
         kernel: One of `ATTENTION_TFLOPS`.
-        tokens: Of a sequence.
+        tokens: Length of a sequence.
     """
     scale = hardware.bf16_tflops * 1e12 / _H100
     forward, backward = (
@@ -97,20 +97,20 @@ def memory(hardware: Hardware) -> float:
 
 
 def link(hardware: Hardware, span: int) -> float:
-    """Return the bytes per second that a GPU sends in a group that reaches over so many ranks."""
+    """Return the bytes per second that a GPU sends in a group that spans `span` ranks."""
     if span <= _linked(hardware):
         return LINK_SHARE * hardware.gpu_link_gb_per_s * 1e9
     return NETWORK_SHARE * hardware.network_gb_per_s * 1e9 / hardware.gpus_per_node
 
 
 def dispatch_seconds(hardware: Hardware, ranks: int, copies: int, token_bytes: float) -> float:
-    """Return the time of one token's way to its experts, or back.
+    """Return the time to send one token to its experts, or back.
 
     Args:
         hardware: The machine.
-        ranks: That share the experts.
-        copies: Experts of a token.
-        token_bytes: Of a token.
+        ranks: Number of ranks that share the experts.
+        copies: Number of experts per token.
+        token_bytes: Size of a token.
     """
     if ranks == 1:
         return 0.0
@@ -122,17 +122,17 @@ def dispatch_seconds(hardware: Hardware, ranks: int, copies: int, token_bytes: f
 
 
 def _linked(hardware: Hardware) -> int:
-    """Return the GPUs that links join, over several nodes where the machine has such a domain."""
+    """Return the number of GPUs connected by links, which may span several nodes."""
     return max(hardware.gpus_per_node, hardware.linked_gpus)
 
 
 def _distinct(places: float, copies: int) -> float:
-    """Return the expected number of distinct places that a token's copies reach, all places being equally likely."""
+    """Return the expected number of distinct places that a token's copies reach, for uniformly random places."""
     return places * (1 - (1 - 1 / places) ** copies)
 
 
 def _between(table: Mapping[float, float], x: float) -> float:
-    """Return the value at x, interpolated linearly over log x between points and constant outside."""
+    """Return the value at x, interpolated linearly in log x between points and constant outside."""
     points = sorted(table)
     x = min(max(x, points[0]), points[-1])
     above = next(i for i, point in enumerate(points) if point >= x)

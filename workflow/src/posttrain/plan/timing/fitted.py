@@ -1,7 +1,7 @@
-"""What published systems lose against attainable rates: four constants, fitted on all of their rows together.
+"""Losses of published systems against attainable rates: four constants, fitted jointly on all published rows.
 
-Each has a mechanism, and none is for one row. `benchmarks/published_fit.py` fits them again and prints what each row is
-off by, also with that row left out.
+Each has a mechanism, and none is for a single row. `benchmarks/published_fit.py` repeats the fit and prints the error
+of each row, also with that row left out.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Fitted:
-    """The constants.
+    """The fitted constants.
 
     Args:
-        products: Time of products over their time at the best rate of a good shape: other shapes, backward passes, and
-            clocks that fall under load.
-        kernel_bytes: Bytes that kernels without products move over the fewest: norms, activations and residuals that
-            are not fused pass the memory several times.
-        gathers: Time of gathering sharded weights for each pass (FSDP) over their bytes at the rate of a link, of what
-            no computation hides. Only for systems that shard weights, as this trainer does not.
-        switch_seconds: Of an RL step between generating and training: sleeping and waking, offloading, rewards, data.
+        products: Time of products over their time at the rate of a well-shaped one, because of other shapes, backward
+            passes and clocks that drop under load.
+        kernel_bytes: Bytes moved by kernels without products over the minimum, because unfused norms, activations and
+            residuals pass the memory several times.
+        gathers: Time of gathering sharded weights for each pass (FSDP) over their bytes at a link's rate, without the
+            part hidden behind computation. Only for systems that shard weights, which this trainer does not.
+        switch_seconds: Time per RL step between generation and training: sleep, wake-up, offloading, rewards, data.
     """
 
     products: float
