@@ -118,7 +118,7 @@ class Fp8Format:
         """Return the largest magnitudes in a part of a matrix, one for each scale that covers some of it.
 
         Args:
-            part: [n, k] of any float dtype.
+            part: [..., n, k] of any float dtype.
             corner: First row and column of the part.
 
         Returns:
@@ -127,18 +127,20 @@ class Fp8Format:
         if self.strategy == "tensor":
             return largest_magnitude(part)
         if self.strategy == "channel":
-            return torch.cat([part[rows].float().abs().amax(dim=1, keepdim=True) for rows in row_slabs(part)])
+            slabs = [part[..., rows, :].float() for rows in row_slabs(part)]
+            return torch.cat([slab.abs().amax(dim=-1, keepdim=True) for slab in slabs], dim=-2)
         part = _aligned(part, corner)
-        return torch.cat([_tile_magnitudes(tiles(part[rows].float(), BLOCK)) for rows in row_slabs(part, BLOCK)])
+        slabs = [part[..., rows, :].float() for rows in row_slabs(part, BLOCK)]
+        return torch.cat([_tile_magnitudes(tiles(slab, BLOCK)) for slab in slabs], dim=-2)
 
     def quantize_part(
         self, part: torch.Tensor, corner: tuple[int, ...] = (0, 0), magnitudes: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return codes [n, k] and scales of a part of a matrix; the parts combine to the result of `quantize`.
+        """Return codes [..., n, k] and scales of a part of a matrix; the parts combine to the result of `quantize`.
 
         Args:
-            part: [n, k] of any float dtype. NaN and infinity are not checked, because the check would wait for the GPU;
-                they yield scales that are not finite.
+            part: [..., n, k] of any float dtype; leading axes stack matrices, except for "tensor". NaN and infinity are
+                not checked, because the check would wait for the GPU; they yield scales that are not finite.
             corner: First row and column of the part.
             magnitudes: Result of `magnitudes`, merged over all parts. Required if other parts share the scales.
         """
@@ -148,12 +150,12 @@ class Fp8Format:
         if self.strategy == "channel":
             return quantize_channel(part, "", amax)
         codes, scale = quantize_block(_aligned(part, corner), BLOCK, "", self.scale == "power_of_two", amax)
-        return codes[-len(part) :, -part.shape[1] :], scale
+        return _last(codes, part.shape), scale
 
     def served_values(
         self, part: torch.Tensor, corner: tuple[int, ...] = (0, 0), magnitudes: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the weights that an engine computes with for a part of a matrix: codes times scales, [n, k] fp32.
+        """Return the weights that an engine computes with for a part: codes times scales, [..., n, k] fp32.
 
         Args:
             part: See `quantize_part`.
@@ -164,7 +166,7 @@ class Fp8Format:
         if self.strategy != "block":
             return dequantize(codes, scale)
         aligned = _aligned(codes.view(torch.uint8), corner).view(codes.dtype)
-        return dequantize_block(aligned, scale)[-len(part) :, -part.shape[1] :]
+        return _last(dequantize_block(aligned, scale), part.shape)
 
     def quantization_config(self, specs: Mapping[str, TensorSpec]) -> dict[str, Any]:
         """Return the `quantization_config` of config.json.
@@ -224,7 +226,7 @@ def quantize_named(
     return list(served.quantize(hf_name, tensor).items())
 
 
-# ---- the maths: weights [N, K] in blocks of [b, b], scales [ceil(N/b), ceil(K/b)] ----
+# ---- the maths: weights [N, K] in blocks of [b, b], scales [ceil(N/b), ceil(K/b)]; leading axes stack matrices ----
 
 
 def quantize_block(
@@ -256,14 +258,14 @@ def quantize_block(
     codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
     scales = []
     for rows in row_slabs(weight, block):
-        values = tiles(weight[rows].float(), block)
-        largest_here = _tile_magnitudes(values) if amax is None else amax[rows.start // block : -(-rows.stop // block)]
-        scale = _scale_of(largest_here, name)
+        values, of_rows = tiles(weight[..., rows, :].float(), block), slice(rows.start // block, -(-rows.stop // block))
+        scale = _scale_of(_tile_magnitudes(values) if amax is None else amax[..., of_rows, :], name)
         scales.append(_next_power_of_two(scale) if power_of_two else scale)
-        spread = scales[-1][:, None, :, None]
+        spread = scales[-1][..., :, None, :, None]
         largest = torch.where(spread < LARGE_SCALE, E4M3_MAX, E4M3_BELOW_256) if power_of_two else E4M3_MAX
-        codes[rows] = _untiled(_scaled(values, spread, largest), codes[rows].shape)
-    return codes, torch.cat(scales)
+        of_slab = codes[..., rows, :]
+        of_slab.copy_(_untiled(_scaled(values, spread, largest), of_slab.shape))
+    return codes, torch.cat(scales, dim=-2)
 
 
 def quantize_channel(
@@ -273,11 +275,11 @@ def quantize_channel(
     codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
     scales = []
     for rows in row_slabs(weight):
-        values = weight[rows].float()
-        largest = values.abs().amax(dim=1, keepdim=True) if amax is None else amax[rows]
+        values = weight[..., rows, :].float()
+        largest = values.abs().amax(dim=-1, keepdim=True) if amax is None else amax[..., rows, :]
         scales.append(_scale_of(largest, name))
-        codes[rows] = _scaled(values, scales[-1])
-    return codes, torch.cat(scales)
+        codes[..., rows, :] = _scaled(values, scales[-1])
+    return codes, torch.cat(scales, dim=-2)
 
 
 def quantize_tensor(
@@ -308,14 +310,14 @@ def dequantize(codes: torch.Tensor, scale: torch.Tensor, block: int = BLOCK) -> 
     Returns:
         [N, K] float32.
     """
-    if scale.numel() == 1 or scale.shape == (codes.shape[0], 1):
+    if scale.numel() == 1 or scale.shape == (*codes.shape[:-1], 1):
         return codes.float() * scale
     return dequantize_block(codes, scale, block)
 
 
 def dequantize_block(codes: torch.Tensor, scale: torch.Tensor, block: int = BLOCK) -> torch.Tensor:
     """Return code * scale for block scales; see `dequantize`."""
-    return _untiled(tiles(codes.float(), block) * scale[:, None, :, None], codes.shape).contiguous()
+    return _untiled(tiles(codes.float(), block) * scale[..., :, None, :, None], codes.shape).contiguous()
 
 
 def largest_magnitude(weight: torch.Tensor) -> torch.Tensor:
@@ -332,26 +334,29 @@ def row_ranges(shape: tuple[int, ...], multiple: int = 1, device: str = "cpu") -
     """Return consecutive row ranges of about `SLAB_ELEMENTS` elements.
 
     Args:
-        shape: [N, K].
+        shape: [..., N, K].
         multiple: The length of each range except the last is a multiple of this.
         device: Device type.
     """
-    num_rows, num_columns = shape
+    num_rows, num_columns = shape[-2:]
     step = max(multiple, SLAB_ELEMENTS[device] // max(1, num_columns) // multiple * multiple)
     return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
 
 
 def tiles(values: torch.Tensor, block: int) -> torch.Tensor:
-    """Return [N, K] as [ceil(N/block), block, ceil(K/block), block], padded with 0."""
-    num_rows, num_columns = values.shape
-    missing_rows, missing_columns = -num_rows % block, -num_columns % block
+    """Return [..., N, K] as [..., ceil(N/b), b, ceil(K/b), b], padded with 0.
+
+    b is `block`, or the matrix's own side where that is smaller: a small matrix is not padded to a whole block.
+    """
+    height, width = (min(block, max(1, side)) for side in values.shape[-2:])
+    missing_rows, missing_columns = -values.shape[-2] % height, -values.shape[-1] % width
     if missing_rows or missing_columns:
         values = F.pad(values, (0, missing_columns, 0, missing_rows))
-    return values.unflatten(0, (-1, block)).unflatten(2, (-1, block))
+    return values.unflatten(-1, (-1, width)).unflatten(-3, (-1, height))
 
 
 def _tile_magnitudes(tiled: torch.Tensor) -> torch.Tensor:
-    return tiled.abs().amax(dim=(1, 3))
+    return tiled.abs().amax(dim=(-3, -1))
 
 
 def _aligned(part: torch.Tensor, corner: tuple[int, ...]) -> torch.Tensor:
@@ -361,7 +366,12 @@ def _aligned(part: torch.Tensor, corner: tuple[int, ...]) -> torch.Tensor:
 
 
 def _untiled(tiled: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    return tiled.flatten(0, 1).flatten(1, 2)[: shape[0], : shape[1]]
+    return tiled.flatten(-2).flatten(-3, -2)[..., : shape[-2], : shape[-1]]
+
+
+def _last(values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Return the last rows and columns of matrices."""
+    return values[..., values.shape[-2] - shape[-2] :, values.shape[-1] - shape[-1] :]
 
 
 def _scale_of(amax: torch.Tensor, name: str) -> torch.Tensor:

@@ -40,19 +40,21 @@ def make_buckets(
         ValueError: A bundle is incomplete at the end of the stream.
     """
     assert limit_bytes > 0, limit_bytes
-    bucket: list[NamedTensor] = []
+    bucket, filled = list[NamedTensor](), 0
     for bundle in _bundles(named_tensors, has_query_latent):
-        if bucket and _size(bucket) + _size(bundle) > limit_bytes:
+        size = sum(tensor.nbytes for _, tensor in bundle)
+        if bucket and filled + size > limit_bytes:
             yield bucket
-            bucket = []
-        if _size(bundle) > limit_bytes:
+            bucket, filled = [], 0
+        if size > limit_bytes:
             log.info(
                 "%s and what belongs to it take %d bytes, more than a bucket of %d: sent alone",
                 bundle[0][0],
-                _size(bundle),
+                size,
                 limit_bytes,
             )
-        bucket = bucket + bundle
+        bucket += bundle
+        filled += size
     if bucket:
         yield bucket
 
@@ -90,7 +92,3 @@ def _missing(bundle: dict[str, torch.Tensor], has_query_latent: bool) -> set[str
 def weight_of(name: str) -> str:
     """Return the name of the codes that scales belong to, or the name itself."""
     return next((name.removesuffix(suffix) for suffix in SCALE_SUFFIXES if name.endswith(suffix)), name)
-
-
-def _size(bundle: list[NamedTensor]) -> int:
-    return sum(tensor.nbytes for _, tensor in bundle)

@@ -7,9 +7,10 @@ tensor), ranks first agree on the largest magnitudes, a few numbers per scale.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -24,7 +25,13 @@ from posttrain_weights.box import Box, whole_box
 
 # Most tensor names in an error message.
 MAX_NAMED = 5
+# Elements that are computed together. An operation on a smaller matrix costs more to start than to run, so small
+# matrices of one shape are stacked.
+TOGETHER_ELEMENTS = 1 << 19
 Magnitudes = Mapping[str, torch.Tensor]
+# Codes and scales of a part; scales None: the values are not codes.
+Computed = tuple[torch.Tensor, torch.Tensor | None]
+T = TypeVar("T")
 
 
 class ServedPart(NamedTuple):
@@ -95,30 +102,64 @@ class ServedValues:
             shard: One of `shards`.
             magnitudes: See `agreed_magnitudes`.
         """
-        values, served = shard.values.to(self._dtype(shard.hf_name)), self._format_of(shard.hf_name)
-        if served is None:
-            return values
-        return served_part(served, values, shard.corner, self._agreed(shard, magnitudes))
+        values, _ = self._computed([shard], magnitudes, as_codes=False)[0]
+        return values
 
-    def parts(self, shard: Shard, magnitudes: Magnitudes, as_codes: bool = True) -> Iterator[ServedPart]:
-        """Yield the engine tensors of a shard: codes, and scales not yielded by another shard; or the shard itself.
+    def parts(self, shards: Sequence[Shard], magnitudes: Magnitudes, as_codes: bool = True) -> Iterator[ServedPart]:
+        """Yield the engine tensors of shards: codes, and scales that no other shard yields; or the shard itself.
 
         Args:
-            shard: One of `shards`.
+            shards: Some of `shards`.
             magnitudes: See `agreed_magnitudes`.
             as_codes: False: yield dequantized numbers instead of codes and scales.
         """
-        served = self._format_of(shard.hf_name)
-        if served is None or not as_codes:
-            yield _part(shard.hf_name, shard.corner, self.of(shard, magnitudes))
+        for some in _limited(shards, lambda shard: shard.values.numel()):
+            for shard, (values, scales) in zip(some, self._computed(some, magnitudes, as_codes), strict=True):
+                yield from self._parts_of(shard, values, scales)
+
+    def _parts_of(self, shard: Shard, values: torch.Tensor, scales: torch.Tensor | None) -> Iterator[ServedPart]:
+        """Yield the engine tensors of a shard from what `_computed` returned for it."""
+        if scales is None:
+            yield _part(shard.hf_name, shard.corner, values)
             return
-        values, origin = shard.values.to(self._dtype(shard.hf_name)), self._scales(shard.where)
-        codes, scales = served.quantize_part(values, shard.corner, self._agreed(shard, magnitudes))
+        served, origin = self._format_of(shard.hf_name), self._scales(shard.where)
+        assert served is not None, shard.hf_name
         corner = tuple(axis.start for axis in origin) + (0,) * (2 - len(origin))
-        made = {shard.hf_name: _part(shard.hf_name, shard.corner, codes)}
+        made = {shard.hf_name: _part(shard.hf_name, shard.corner, values)}
         made |= {(name := shard.hf_name + served.scale_suffix): _part(name, corner, scales)}
         for name, box in self.boxes(shard.hf_name, shard.where):
             yield made[name].cut(box)
+
+    def _computed(self, shards: Sequence[Shard], magnitudes: Magnitudes, as_codes: bool) -> list[Computed]:
+        """Return the engines' form of each shard; small quantized ones of one shape and offset are stacked."""
+        made: dict[int, Computed] = {}
+        alike = defaultdict[tuple[object, ...], list[int]](list)
+        for number, shard in enumerate(shards):
+            name, agreed = shard.hf_name, self._agreed(shard, magnitudes)
+            if self._format_of(name) is None:
+                made[number] = self._values(shard), None
+            elif agreed is not None or shard.values.numel() > TOGETHER_ELEMENTS:
+                made[number] = self._quantized(self._values(shard), shard.corner, agreed, as_codes)
+            else:
+                alike[shard.values.shape, self._dtype(name), shard.corner].append(number)
+        for numbers in alike.values():
+            stack = torch.stack([self._values(shards[number]) for number in numbers])
+            values, scales = self._quantized(stack, shards[numbers[0]].corner, None, as_codes)
+            made |= {number: (values[i], None if scales is None else scales[i]) for i, number in enumerate(numbers)}
+        return [made[number] for number in range(len(shards))]
+
+    def _quantized(
+        self, values: torch.Tensor, corner: tuple[int, ...], agreed: torch.Tensor | None, as_codes: bool
+    ) -> Computed:
+        """Return codes and scales of a part, or of a stack of parts; or what engines compute with."""
+        assert self._served is not None
+        if as_codes:
+            return self._served.quantize_part(values, corner, agreed)
+        return served_part(self._served, values, corner, agreed), None
+
+    def _values(self, shard: Shard) -> torch.Tensor:
+        """Return a shard in the Hub's precision."""
+        return shard.values.to(self._dtype(shard.hf_name))
 
     def boxes(self, name: str, where: tuple[slice, ...]) -> Iterator[tuple[str, Box]]:
         """Yield name and box of every part that `parts` yields as codes for a part of a tensor.
@@ -145,25 +186,30 @@ class ServedValues:
             CheckpointError: A quantized weight is NaN or infinite; raised on rank 0.
         """
         magnitudes = self.agreed_magnitudes()
-        for name in self._weights.names:
-            shards, spec = self._weights.main_shards(name), self._specs[name]
-            values, served = [shard.values.to(self._dtype(name)) for shard in shards], self._format_of(name)
-            if served is None:
-                yield name, self._weights.join(name, values, spec.shape, self._dtype(name))
-                continue
-            agreed = [self._agreed(shard, magnitudes) for shard in shards]
-            made = [served.quantize_part(v, s.corner, a) for v, s, a in zip(values, shards, agreed, strict=True)]
-            codes, scales = zip(*made, strict=True) if made else ((), ())
-            # No communication library supports FP8.
-            octets = [part.view(torch.uint8) for part in codes]
-            whole = self._weights.join(name, octets, spec.shape, torch.uint8)
-            yield name, None if whole is None else whole.view(torch.float8_e4m3fn)
-            scale = self._weights.join(name, scales, self._scale_spec(name).shape, torch.float32, self._scales)
-            if scale is not None and not torch.isfinite(scale).all():
-                raise CheckpointError(
-                    "values-not-finite", f"{name}: holds NaN or infinity; weights must be finite to be quantised"
-                )
-            yield name + served.scale_suffix, scale
+        for names in _limited(self._weights.names, lambda name: math.prod(self._specs[name].shape)):
+            shards = [shard for name in names for shard in self._weights.main_shards(name)]
+            made = defaultdict[str, list[Computed]](list)
+            for shard, computed in zip(shards, self._computed(shards, magnitudes, as_codes=True), strict=True):
+                made[shard.hf_name].append(computed)
+            for name in names:
+                yield from self._joined(name, made[name])
+
+    def _joined(self, name: str, parts: Sequence[Computed]) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Yield a tensor, or its codes and scales, joined from those of all ranks; see `gather`."""
+        spec, served = self._specs[name], self._format_of(name)
+        if served is None:
+            yield name, self._weights.join(name, [values for values, _ in parts], spec.shape, self._dtype(name))
+            return
+        # No communication library supports FP8.
+        octets = [codes.view(torch.uint8) for codes, _ in parts]
+        whole = self._weights.join(name, octets, spec.shape, torch.uint8)
+        yield name, None if whole is None else whole.view(torch.float8_e4m3fn)
+        scales = [scale for _, scale in parts if scale is not None]
+        scale = self._weights.join(name, scales, self._scale_spec(name).shape, torch.float32, self._scales)
+        if scale is not None and not torch.isfinite(scale).all():
+            words = f"{name}: holds NaN or infinity; weights must be finite to be quantised"
+            raise CheckpointError("values-not-finite", words)
+        yield name + served.scale_suffix, scale
 
     @torch.no_grad()
     def agreed_magnitudes(self) -> Magnitudes:
@@ -182,8 +228,7 @@ class ServedValues:
             served = self._format_of(shard.hf_name)
             assert served is not None, shard.hf_name
             here = found[shard.hf_name][self._scales(shard.where)]
-            values = shard.values.to(self._dtype(shard.hf_name))
-            here.copy_(torch.maximum(here, served.magnitudes(values, shard.corner)))
+            here.copy_(torch.maximum(here, served.magnitudes(self._values(shard), shard.corner)))
         together.copy_(largest_of_ranks(together))
         if not are_finite(together):
             wrong = [name for name, magnitudes in found.items() if not magnitudes.isfinite().all()]
@@ -227,8 +272,15 @@ class ServedValues:
         assert served is not None, name
         return served.served_specs(name, self._specs[name])[name + served.scale_suffix]
 
+    @cached_property
+    def _quantized_names(self) -> frozenset[str]:
+        if self._served is None:
+            return frozenset()
+        includes = self._served.selection.includes
+        return frozenset(name for name, spec in self._specs.items() if includes(name, spec.shape))
+
     def _format_of(self, name: str) -> Fp8Format | None:
-        return self._served if self._served and self._served.selection.includes(name, self._specs[name].shape) else None
+        return self._served if name in self._quantized_names else None
 
     def _dtype(self, name: str) -> torch.dtype:
         return DTYPES[self._specs[name].dtype]
@@ -238,6 +290,19 @@ def _part(name: str, corner: tuple[int, ...], values: torch.Tensor) -> ServedPar
     row, column = (0, 0, *corner)[-2:]
     box = whole_box(values.shape)
     return ServedPart(name, box._replace(row=row, column=column), values.reshape(box.rows, box.columns))
+
+
+def _limited(items: Sequence[T], size: Callable[[T], int]) -> Iterator[list[T]]:
+    """Yield consecutive items until their sizes add up to `TOGETHER_ELEMENTS`."""
+    some, total = list[T](), 0
+    for item in items:
+        some.append(item)
+        total += size(item)
+        if total >= TOGETHER_ELEMENTS:
+            yield some
+            some, total = [], 0
+    if some:
+        yield some
 
 
 def _scales_that_begin(strategy: str, box: Box) -> Box | None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from posttrain.rl.megatron_backend.plain_data import share_plain
 from posttrain.rl.megatron_backend.served_values import Magnitudes, ServedValues
+from posttrain.rl.megatron_backend.weights import Shard
 from posttrain.rl.weight_sync.engine_layout import CODES, EngineLayout, EngineShards, listed
 from posttrain_weights.digest import Digester, as_text, key_of, together
 from posttrain_weights.engine_handlers import unpacked
@@ -171,9 +172,12 @@ def _made(
     values: ServedValues, wanted: Mapping[str, Sequence[tuple[int, EngineSlice]]], magnitudes: Magnitudes
 ) -> Iterator[Digested]:
     """Yield this rank's share of the engine slices: slice index, values, and their offset."""
-    for shard in (shard for shard in values.shards if shard.is_main and shard.hf_name in wanted):
-        as_codes = wanted[shard.hf_name][0][1].dtype == CODES
-        for made in values.parts(shard, magnitudes, as_codes):
+    own = defaultdict[bool, list[Shard]](list)
+    for shard in values.shards:
+        if shard.is_main and shard.hf_name in wanted:
+            own[wanted[shard.hf_name][0][1].dtype == CODES].append(shard)
+    for as_codes, shards in own.items():
+        for made in values.parts(shards, magnitudes, as_codes):
             for number, part in wanted.get(made.name, ()):
                 if both := made.box.meets(part.box):
                     yield number, made.cut(both).values.to(getattr(torch, part.dtype)), (both.row, both.column)

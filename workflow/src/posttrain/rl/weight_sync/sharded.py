@@ -305,7 +305,7 @@ class _Made:
         if self._of != shard.hf_name:
             self._of, self._parts, self._before = shard.hf_name, {}, {}
         if (transfer.name, transfer.made, as_codes) not in self._parts:
-            for part in self._values.parts(shard, self._magnitudes, as_codes):
+            for part in self._values.parts([shard], self._magnitudes, as_codes):
                 self._parts[part.name, part.box, as_codes] = part
                 if part.values.dtype != torch.float8_e4m3fn:
                     self._finite.append(are_finite(part.values))
