@@ -67,6 +67,23 @@ def test_parts_of_a_matrix_are_served_as_the_whole_is(served, rows, columns):
     assert torch.equal(alone, whole[:128]) == (served.strategy != "tensor"), "its scales may be its own"
 
 
+@pytest.mark.parametrize("served", [Fp8Format("block"), Fp8Format("block", "power_of_two"), Fp8Format("channel")])
+@pytest.mark.parametrize("shape", [(3, 5), (128, 64), (130, 257), (256, 128)])
+@pytest.mark.parametrize("corner", [(0, 0), (128, 5)])
+def test_matrices_of_a_stack_are_quantised_as_each_alone(served, shape, corner):
+    spread = torch.logspace(-3, 3, 4)[:, None, None]
+    stack = (torch.randn(4, *shape, generator=torch.Generator().manual_seed(2)) * spread).bfloat16()
+    stack[1, 0, 0] = float("nan")
+    codes, scales = served.quantize_part(stack, corner)
+    alone = [served.quantize_part(matrix, corner) for matrix in stack]
+    assert torch.equal(codes.view(torch.uint8), torch.stack([one for one, _ in alone]).view(torch.uint8))
+    for found, (_, expected) in zip(scales, alone, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    values = served.served_values(stack, corner)
+    expected = torch.stack([served.served_values(matrix, corner) for matrix in stack])
+    torch.testing.assert_close(values, expected, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize(("scale", "value"), [("fp32", 3 / 448), ("power_of_two", 2**-7)])
 def test_scales_of_blocks_are_those_asked_for(scale, value):
     made = Fp8Format("block", scale).quantize(UP, torch.full((4, 4), 3.0))

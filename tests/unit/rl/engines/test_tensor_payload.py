@@ -28,6 +28,17 @@ def test_every_bit_of_every_dtype_comes_back():
         assert torch.equal(sent_bytes, received_bytes), name
 
 
+def test_torch_reads_the_same_tensors():
+    """Its own functions, which SGLang calls, are an independent reader of the payload."""
+    bucket = [("matrix", torch.randn(7, 5)), ("stack", torch.randn(2, 3, 5)[:, 1:]), ("scalar", torch.tensor(3.0))]
+    payload = serialize_bucket(bucket)
+    theirs, ours = pickle.loads(base64.b64decode(payload)), deserialize_bucket(payload)
+    for (_, sent), (_, expected), (_, found) in zip(bucket, theirs, ours, strict=True):
+        assert torch.equal(expected, sent)
+        assert torch.equal(found, sent)
+        assert found.stride() == expected.stride() == sent.contiguous().stride()
+
+
 def test_a_buckets_bytes_stand_once_in_the_payload():
     bucket = [(str(index), torch.zeros(1000)) for index in range(50)]
     assert len(serialize_bucket(bucket)) < 1.1 * 50 * 4000 * 4 / 3

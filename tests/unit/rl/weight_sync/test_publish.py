@@ -71,10 +71,11 @@ class Engine:
     """Says which weights it has, and keeps the names and the version of those that it gets."""
 
     def __init__(self, version):
-        self.version, self.names, self.files = version, [], []
+        self.version, self.names, self.files, self.paths = version, [], [], []
 
     async def handle(self, request):
         body = await request.json() if request.can_read_body else {}
+        self.paths.append(request.path)
         if request.path == "/update_weights_from_tensor":
             self.names += [name for name, _ in deserialize_bucket(body["serialized_named_tensors"][0])]
             self.version = body["weight_version"] or self.version
@@ -86,8 +87,8 @@ class Engine:
         return web.json_response({"success": True, "weight_version": self.version})
 
 
-def publish(engine, folder, tensors, mtp_steps, architecture=TINY, **settings):
-    """Send the tensors under version 4 to one engine."""
+def publish(engine, folder, tensors, mtp_steps, architecture=TINY, then=lambda publisher: None, **settings):
+    """Send the tensors under version 4 to one engine; then do something else with the publisher."""
     config = resolve({"model": "tiny", "site": "local", "set": "rollout.fp8=false"}, CONFIG).config
     model = dataclasses.replace(config.model, architecture=architecture)
     # Refused of the embedded engine, which does not draft; what is sent does not depend on the kind.
@@ -106,6 +107,7 @@ def publish(engine, folder, tensors, mtp_steps, architecture=TINY, **settings):
         publisher.publish(4)
         assert not publisher.is_due_at_start, "that is for what goes from each rank to each"
         publisher.reverify()  # of nothing, where engines cannot
+        then(publisher)
         runner.run(client.__aexit__(None, None, None))
         runner.run(server.close())
 
@@ -121,6 +123,24 @@ def test_an_engine_that_drafts_gets_the_mtp_layer_once(folder, trained, version,
     expected = random_tensors(TINY, 1) if with_mtp else trained
     assert sorted(engine.names) == sorted(expected)
     assert engine.version == "4"
+
+
+def test_only_new_engines_are_queried_for_what_they_lack(folder, trained):
+    engine, paths = Engine("3"), []
+
+    def update_again(publisher):
+        for version, is_new in ((5, False), (6, True)):
+            engine.paths.clear()
+            if is_new:
+                publisher.reconnect()
+            publisher.publish(version)
+            paths.append([*engine.paths])
+
+    publish(engine, folder, trained, 1, then=update_again)
+    own = ["/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"]
+    assert list(dict.fromkeys(paths[0])) == own
+    assert paths[0].count(own[0]) == paths[0].count(own[2]) == 1
+    assert "/get_model_info" in paths[1]
 
 
 def test_a_model_whose_queries_have_no_latent_is_sent_whole(folder, trained):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
+from functools import cache
 
 import torch
 
@@ -89,6 +90,7 @@ def _missing(bundle: dict[str, torch.Tensor], has_query_latent: bool) -> set[str
     return wanted - bundle.keys()
 
 
+@cache
 def weight_of(name: str) -> str:
     """Return the name of the codes that scales belong to, or the name itself."""
     return next((name.removesuffix(suffix) for suffix in SCALE_SUFFIXES if name.endswith(suffix)), name)

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import base64
 import io
-import math
+import itertools
+import operator
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -45,13 +46,14 @@ def serialize_bucket(named_tensors: NamedTensors) -> str:
     Returns:
         Base64 text.
     """
-    offsets, size = [], 0
+    offsets, size, pieces = [], 0, list[torch.Tensor]()
+    padding = torch.zeros(ALIGNMENT_BYTES, dtype=torch.uint8)
     for _, tensor in named_tensors:
         offsets.append(size)
-        size += -(-tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    flat = torch.zeros(size, dtype=torch.uint8)
-    for offset, (_, tensor) in zip(offsets, named_tensors, strict=True):
-        flat[offset : offset + tensor.nbytes] = _bytes_of(tensor)
+        missing = -tensor.nbytes % ALIGNMENT_BYTES
+        pieces += [_bytes_of(tensor), padding[:missing]] if missing else [_bytes_of(tensor)]
+        size += tensor.nbytes + missing
+    flat = torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.uint8)
     storage = torch.storage.TypedStorage(wrap_storage=flat.untyped_storage(), dtype=torch.uint8, _internal=True)
     views = [
         (name, _View(storage, offset // tensor.element_size(), tuple(tensor.shape), tensor.dtype))
@@ -93,7 +95,8 @@ class _View:
     dtype: torch.dtype
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        strides = tuple(math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
+        # As of a contiguous tensor: the product of the sizes behind each axis.
+        strides = tuple(itertools.accumulate(self.shape[:0:-1], operator.mul, initial=1))[::-1] if self.shape else ()
         arguments: tuple[Any, ...] = (
             self.storage,
             self.offset,
@@ -109,18 +112,31 @@ class _View:
 class _TensorUnpickler(pickle.Unpickler):
     """Unpickles tensors and their containers; refuses every other global by name."""
 
-    _REBUILD = ("_rebuild_tensor_v2", "_rebuild_tensor_v3")
-
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch.storage" and name == "_load_from_bytes":
             return _load_storage
-        if module == "torch._utils" and name in self._REBUILD:
-            return getattr(torch._utils, name)
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return torch._utils._rebuild_tensor_v2
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v3"):
+            return _rebuild_tensor
         if module == "torch" and name in {str(dtype).removeprefix("torch.") for dtype in SERVED_DTYPES}:
             return getattr(torch, name)
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
         raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a weight update")
+
+
+def _rebuild_tensor(
+    storage: torch.storage.TypedStorage,
+    offset: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    requires_grad: bool,
+    hooks: Any,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Do what torch's function of `_View` does for a plain tensor; that one takes half of the time to read weights."""
+    return torch.empty(0, dtype=dtype).set_(storage._untyped_storage, offset, shape, strides)  # type: ignore[call-overload, no-any-return]
 
 
 def _load_storage(data: bytes) -> torch.storage.TypedStorage | torch.storage.UntypedStorage:
@@ -142,4 +158,4 @@ def _is_named_tensor(item: Any) -> bool:
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor's bytes in row-major order, [nbytes] uint8."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return tensor.detach().reshape(-1).view(torch.uint8)

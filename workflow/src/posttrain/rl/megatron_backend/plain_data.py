@@ -37,6 +37,8 @@ def gather_tensors(mine: torch.Tensor, group: dist.ProcessGroup | None = None) -
     """
     group = group or _of_all
     device, count = _device(group), dist.get_world_size(group)
+    if count == 1:
+        return [mine]
     length = torch.tensor([len(mine)], device=device)
     lengths = [torch.empty_like(length) for _ in range(count)]
     dist.all_gather(lengths, length, group=group)
@@ -66,6 +68,8 @@ def share_plain(content: Any) -> Any:
     """
     device, is_first = _device(_of_all), dist.get_rank() == 0
     message = _encoded(content if is_first else None).to(device)
+    if dist.get_world_size(_of_all) == 1:
+        return _decoded(message.cpu())
     length = torch.tensor([len(message)], device=device)
     dist.broadcast(length, src=0, group=_of_all)
     message = message if is_first else torch.empty(int(length), dtype=torch.uint8, device=device)

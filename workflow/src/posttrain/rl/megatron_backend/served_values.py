@@ -175,7 +175,6 @@ class ServedValues:
         if served and (own := _scales_that_begin(served.strategy, box)):
             yield name + served.scale_suffix, own
 
-    @torch.no_grad()
     def gather(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Yield the tensors that engines load, FP8 codes and scales or unquantized tensors; collective.
 
@@ -187,12 +186,16 @@ class ServedValues:
         """
         magnitudes = self.agreed_magnitudes()
         for names in _limited(self._weights.names, lambda name: math.prod(self._specs[name].shape)):
-            shards = [shard for name in names for shard in self._weights.main_shards(name)]
-            made = defaultdict[str, list[Computed]](list)
-            for shard, computed in zip(shards, self._computed(shards, magnitudes, as_codes=True), strict=True):
-                made[shard.hf_name].append(computed)
-            for name in names:
-                yield from self._joined(name, made[name])
+            yield from self._gather_some(names, magnitudes)
+
+    @torch.no_grad()
+    def _gather_some(self, names: Sequence[str], magnitudes: Magnitudes) -> list[tuple[str, torch.Tensor | None]]:
+        """Return the tensors that `gather` yields for some names; collective."""
+        shards = [shard for name in names for shard in self._weights.main_shards(name)]
+        made = defaultdict[str, list[Computed]](list)
+        for shard, computed in zip(shards, self._computed(shards, magnitudes, as_codes=True), strict=True):
+            made[shard.hf_name].append(computed)
+        return [joined for name in names for joined in self._joined(name, made[name])]
 
     def _joined(self, name: str, parts: Sequence[Computed]) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Yield a tensor, or its codes and scales, joined from those of all ranks; see `gather`."""
@@ -268,9 +271,8 @@ class ServedValues:
         return (rows,) if strategy == "channel" else ()
 
     def _scale_spec(self, name: str) -> TensorSpec:
-        served = self._format_of(name)
-        assert served is not None, name
-        return served.served_specs(name, self._specs[name])[name + served.scale_suffix]
+        assert self._served is not None, name
+        return self.sent_specs[name + self._served.scale_suffix]
 
     @cached_property
     def _quantized_names(self) -> frozenset[str]:

@@ -100,7 +100,7 @@ class SynchronousSource:
         """Return the rollout, or the engine failure, the same on every rank."""
         rollout, failure = None, ""
         try:
-            rollout = self._runner.run(_alive(self._maker.collect(step), step)) if self._maker else None
+            rollout = self._make(self._maker, step) if self._maker else None
         except EngineError as error:
             failure = str(error)
         if rollout:
@@ -109,6 +109,20 @@ class SynchronousSource:
             content, failure = self._share([rollout and as_plain(rollout), failure])
             rollout = rollout or (from_plain(content) if content else None)
         return rollout, failure
+
+    def _make(self, maker: RolloutMaker, step: int) -> RolloutResult:
+        """Return the rollout of a step, on rank 0.
+
+        It is not returned through the runner: at its end `Runner.run` restores the handler of SIGINT, for which Python
+        formats the finished task with its whole result, all tokens of a step.
+        """
+        made = list[RolloutResult]()
+
+        async def make() -> None:
+            made.append(await _alive(maker.collect(step), step))
+
+        self._runner.run(make())
+        return made[0]
 
 
 class StoredSource:

@@ -179,7 +179,9 @@ def _made(
     for as_codes, shards in own.items():
         for made in values.parts(shards, magnitudes, as_codes):
             for number, part in wanted.get(made.name, ()):
-                if both := made.box.meets(part.box):
+                if made.box == part.box:
+                    yield number, made.values.to(getattr(torch, part.dtype)), part.box[:2]
+                elif both := made.box.meets(part.box):
                     yield number, made.cut(both).values.to(getattr(torch, part.dtype)), (both.row, both.column)
 
 

@@ -56,6 +56,8 @@ class WeightPublisher:
         self._sharded = ShardedTransfer(config, engine_shards) if weight_transport(config) == "sharded" else None
         self._proof = proof
         self._bucket_bytes = config.engine.weight_bucket_mib * MIB
+        # Engines may be new processes, which may have started without weights.
+        self._may_lack_weights = True
 
     def publish(self, version: int) -> None:
         """Update all engines to the current weights under a version number; collective.
@@ -69,10 +71,12 @@ class WeightPublisher:
             self._proof.check(version, sent)
         if self._sharded:
             self._sharded.commit_base()
+        self._may_lack_weights = False
 
     def reconnect(self) -> None:
         """Reconnect at the next update, because an engine was replaced by another process."""
         self._engine_shards.reset()
+        self._may_lack_weights = True
         if self._sharded:
             self._sharded.reset()
 
@@ -143,7 +147,9 @@ class WeightPublisher:
 
     def _untrained(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Return the untrained tensors that engines started without weights need; only on rank 0."""
-        if not self._client or NO_WEIGHTS not in self._runner.run(self._client.weight_versions()):
+        if not self._client or not self._may_lack_weights:
+            return iter(())
+        if NO_WEIGHTS not in self._runner.run(self._client.weight_versions()):
             return iter(())
         num_layers, drafts = self._config.model.architecture.num_hidden_layers, self._config.engine.mtp_steps > 0
         return untrained(self._values.sent_specs, self._model_folder, num_layers, drafts)

@@ -151,6 +151,7 @@ class WeightUpdate:
     def __post_init__(self) -> None:
         self._views = views_by_hub_name(self.tensors)
 
+    @torch.no_grad()
     def add(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Receive tensors; a quantised weight and its scales must come in the same call.
 
@@ -175,21 +176,20 @@ class WeightUpdate:
             raise WeightError(f"{len(missing)} of {len(self._views)} tensors are missing: {listed}")
 
     def _add(self, name: str, bucket: Mapping[str, torch.Tensor]) -> None:
-        if self._is_mtp(name) or name in self.copies:
+        view = self._views.get(name)
+        if view is None and (self._is_mtp(name) or name in self.copies):
             self.num_skipped += 1
             return
         if suffix := next((suffix for suffix in SCALE_SUFFIXES if name.endswith(suffix)), ""):
             if name.removesuffix(suffix) not in bucket:
                 raise WeightError(f"{name}: came without {name.removesuffix(suffix)}")
             return
-        view = self._views.get(name)
         if view is None:
             raise WeightError(f"{name}: the model has no such tensor")
         tensor = _in_full_precision(name, bucket)
         if tensor.shape != view.shape:
             raise WeightError(f"{name}: shape {tuple(tensor.shape)}, the model's is {tuple(view.shape)}")
-        with torch.no_grad():
-            view.copy_(tensor)
+        view.copy_(tensor)
         self._received.add(name)
 
     def _is_mtp(self, name: str) -> bool:
