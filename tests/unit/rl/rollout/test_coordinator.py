@@ -10,6 +10,7 @@ import itertools
 import json
 import logging
 import random
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -194,6 +195,40 @@ def test_each_answer_is_graded_by_the_label_of_its_own_prompt(collect) -> None:
     for group in collect(2, Engine("2"), prompts=prompts).groups:
         assert group.samples[0].reward == 1.0
         assert (group.prompt.label, group.prompt.columns) == (labels[group.prompt.prompt_id], {})
+
+
+class SecondAnswerWaits(Engine):
+    """Answers its second request only once a chunk is being stored."""
+
+    def __init__(self, *versions: object):
+        super().__init__(*versions)
+        self.is_storing, self.has_answered_both = threading.Event(), threading.Event()
+
+    async def handle(self, request: web.Request) -> web.Response:
+        answer = await super().handle(request)
+        if len(self.asked) == 2:
+            while not self.is_storing.is_set():
+                await asyncio.sleep(0.01)
+            self.has_answered_both.set()
+        return answer
+
+
+@pytest.mark.parametrize("replay", ["false", "true"])
+def test_a_chunk_is_graded_and_stored_while_engines_decode_others(collect, monkeypatch, replay: str) -> None:
+    """The first write ends only after the engine's other answer, which the write must not delay."""
+    engine, waited = SecondAnswerWaits("1"), []
+    name = "write_routes" if replay == "true" else "write"
+    write = getattr(RolloutStore, name)
+
+    def slow_write(store: RolloutStore, step: int, chunk: int, content: list) -> object:
+        engine.is_storing.set()
+        waited.append(engine.has_answered_both.wait(5))
+        return write(store, step, chunk, content)
+
+    monkeypatch.setattr(RolloutStore, name, slow_write)
+    rollout = collect(1, engine, algorithm__routing_replay=replay)
+    assert waited == [True, True]
+    assert [group.prompt for group in rollout.groups] == [PROMPTS[i] for i in STEPS[1]]
 
 
 class BrokenEngine(Engine):

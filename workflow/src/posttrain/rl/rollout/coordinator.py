@@ -1,4 +1,8 @@
-"""Turns prompts into graded sample groups: samples from engines, grades, persists. Runs on the trainer's rank 0."""
+"""Turns prompts into graded sample groups: samples from engines, grades, persists. Runs on the trainer's rank 0.
+
+Each chunk is graded and stored as soon as its answers arrive, while engines decode the others. Files are written in
+threads, so that a slow disk delays no answer.
+"""
 
 from __future__ import annotations
 
@@ -90,11 +94,12 @@ class RolloutCoordinator:
         requests = [r for place, prompt in enumerate(prompts, first) for r in self._requests(step, place, prompt)]
         answers = await self._client.generate(requests, request_number=number)
         check_versions(step, answers)
-        routes = self._store.write_routes(step, number, [a.routes for a in answers if a.routes is not None])
+        told = [answer.routes for answer in answers if answer.routes is not None]
+        routes = await asyncio.to_thread(self._store.write_routes, step, number, told)
         groups = await self._grade(prompts, requests, answers, routes or [None] * len(answers))
         # Stored chunks are not graded again, so the limit on grader failures applies to the whole step.
         if not _has_failures(groups):
-            self._store.write(step, number, groups)
+            await asyncio.to_thread(self._store.write, step, number, groups)
         return groups, False
 
     def _answers(self, groups: list[SampleGroup], prompts: list[Prompt], step: int, number: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +26,8 @@ def model_flops_utilisation(config: Config, lengths: Iterable[int], seconds: flo
     Source: PaLM, arXiv 2204.02311, appendix B.
     """
     arch = config.model.architecture
-    operations = sum(sequence_flops(arch, length).training(recompute=False) for length in lengths)
+    counts = Counter(lengths)
+    operations = sum(n * sequence_flops(arch, length).training(recompute=False) for length, n in counts.items())
     return operations / (seconds * world_size(config) * config.hardware.bf16_tflops * 1e12)
 
 
