@@ -39,7 +39,7 @@ def main() -> None:
         if spoke != digest:
             raise CheckpointError(
                 "answers-of-another-checkpoint",
-                f"{path} was said by {spoke[:12]}, {folder} is {digest[:12]}: delete {path}",
+                f"{path} comes from {spoke[:12]}, {folder} is {digest[:12]}: delete {path}",
             )
         said.append(found)
         folders[found.precision], digests[found.precision] = folder, digest
@@ -75,7 +75,7 @@ def compare(said: Sequence[EngineLogprobs], folders: Mapping[str, Path]) -> list
             if one.samples != first.samples:
                 raise CheckpointError(
                     "answers-to-other-responses",
-                    f"{one.precision} and {ORIGINAL} were asked of other responses: ask both again",
+                    f"{one.precision} and {ORIGINAL} used different responses: run ask_precision again for both",
                 )
             far = divergence(original, CheckpointLogprobs(folders[one.precision], first.samples, device))
             engines = truncated_divergence(first.likeliest, one.likeliest)

@@ -7,6 +7,7 @@ import pytest
 from tests.support.fault_record import FaultRecord
 from tests.support.killing import LAYER_BY_LAYER, run_killed
 from tests.support.precisions import run_script, said_by
+from tests.support.rejections import assert_rejected
 
 from posttrain.store import Receipt, receipt_of, record_files, write_receipt
 from posttrain_serving.precision.divergence import CheckpointLogprobs, Sample, divergence
@@ -80,7 +81,7 @@ def test_what_another_checkpoint_said_is_refused(compared, tmp_path):
     write_receipt(receipt_of(other), Receipt("finalize_serving", record_files(other), {}, {}))
     ended = compare(folder, words, [folder / "hf", other])
     assert ended.returncode == 1
-    assert "nvfp4.json was said by" in ended.stderr
+    assert_rejected(ended.stderr, "answers-of-another-checkpoint", "nvfp4.json")
 
 
 @pytest.mark.timeout(1800)

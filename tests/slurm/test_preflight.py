@@ -56,5 +56,5 @@ def test_a_preflight_by_itself_looks_at_the_spare_node_too(
     assert set(found["fit"]) == set(cluster.nodes) - {slow_node}
     assert list(found["unfit"]) == [slow_node]
     assert found["unfit"][slow_node][0].startswith("the network: ")
-    assert f"remedy: mend them, or site.slurm.extra_options: ['--exclude={slow_node}']" in output
+    assert f"remedy: repair them, or site.slurm.extra_options: ['--exclude={slow_node}']" in output
     assert not (on_slurm.run_folder / "train").exists()

@@ -90,7 +90,7 @@ def test_without_a_spare_node_training_ends_and_says_what_to_do(tmp_path: Path) 
     (tmp_path / "b").touch()
     with pytest.raises(RuntimeError, match="1 of 2 nodes are left; unfit to train:\n  b: node-local disk") as raised:
         supervise(tmp_path, "a", "b")
-    assert str(raised.value).endswith("\n  remedy: mend them, or launch.preflight=false")
+    assert str(raised.value).endswith("\n  remedy: repair them, or launch.preflight=false")
 
 
 def test_the_words_that_exclude_unfit_nodes_are_the_schedulers() -> None:
@@ -101,7 +101,7 @@ def test_the_words_that_exclude_unfit_nodes_are_the_schedulers() -> None:
     ):
         config = resolve({"model": "tiny", "site": site}, ROOT / "config").config
         assert inspection.describe_unfit(unfit, config) == (
-            f"unfit to train:\n  b: slow, late\n  d: late\n  remedy: mend them, or {words}"
+            f"unfit to train:\n  b: slow, late\n  d: late\n  remedy: repair them, or {words}"
         )
 
 

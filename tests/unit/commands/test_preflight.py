@@ -31,7 +31,7 @@ def test_an_unfit_machine_is_told_with_what_is_wrong(tmp_path: Path) -> None:
     done = preflight(tmp_path)
     assert done.returncode == 1
     assert "1 of 1 nodes are unfit to train:\n  node0: node-local disk (site.node_local): " in done.stderr
-    assert "\n  remedy: mend them\n" in done.stderr
+    assert "\n  remedy: repair them\n" in done.stderr
     assert "Traceback" not in done.stderr
     assert json.loads((tmp_path / "results/mine/preflight.json").read_text())["fit"] == []
 

@@ -194,8 +194,9 @@ def test_tensor_parallelism_spans_nodes_that_links_join():
     with pytest.raises(ConfigError) as caught:
         merge({**on_gb300, "set": f"{settings} hardware.linked_gpus=0"}, CONFIG_DIR)
     (problem,) = caught.value.problems
-    assert problem.key == "parallel.tensor_model_parallel_size"
-    assert problem.allowed.startswith("at most 4, the GPUs that fast links join (hardware.gpus_per_node)")
+    assert (problem.code, problem.key) == ("slow-links", "parallel.tensor_model_parallel_size")
+    assert problem.allowed.startswith("at most 4, ")
+    assert "(hardware.gpus_per_node)" in problem.allowed
 
 
 def test_every_family_has_a_model():

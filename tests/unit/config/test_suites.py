@@ -116,9 +116,8 @@ def test_without_engines_nothing_is_measured_between_steps() -> None:
 def test_an_unpinned_suite_is_planned_and_not_fetched() -> None:
     config = resolve({"sums": {"repo_id": "owner/name", "revision": UNPINNED, "split": "test"}}).config
     (problem,) = find_refusals(config, ["download_rows", "evaluate"])
-    assert (problem.key, problem.value) == (f"{SUITE}.revision", UNPINNED)
-    assert problem.allowed.startswith("40 hex digits")
-    assert problem.remedy == "give the commit that the page of owner/name shows"
+    assert (problem.code, problem.key, problem.value) == ("revision-not-pinned", f"{SUITE}.revision", UNPINNED)
+    assert "owner/name" in problem.remedy
     assert not find_refusals(config, ["evaluate"])
 
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.support.rejections import rejected
 
 from posttrain.config.load import experiment_of, merge
 from posttrain.config.tasks import installed_version, load_task
@@ -42,29 +43,44 @@ def test_a_task_that_runs_responses_may_be_allowed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "code", "data"),
     [
-        ("data.task=number_sortng", ["data.task = 'number_sortng'", "did you mean 'number_sorting'?"]),
-        ("data.task=zzzz", ["data.task = 'zzzz'", "one of the 106 tasks", "choose one: ab, acre, "]),
-        ("data.task_parameters=[max_number=3]", ["'max_number=3'", "did you mean 'max_numbers'?"]),
-        ("data.task_parameters=[max_numbers=few]", ["'max_numbers=few'", "max_numbers of the type int"]),
-        ("data.task_parameters=[max_numbers=2.5]", ["'max_numbers=2.5'", "max_numbers of the type int"]),
-        ("data.task_parameters=[max_numbers=true]", ["'max_numbers=true'", "max_numbers of the type int"]),
-        ("data.task_parameters=[max_numbers]", ["'max_numbers'", "NAME=VALUE"]),
-        ("data.task_parameters=[min_numbers=20]", ["min_numbers=20", "max_numbers must be >= min_numbers"]),
-        ("data.task_parameters=[seed=3]", ["'seed=3'", "set data.seed"]),
-        ("data.task_parameters=[size=3]", ["'size=3'", "set data.num_train_prompts and data.num_heldout_prompts"]),
-        ("data.num_train_prompts=0", ["data.num_train_prompts = 0"]),
-        ("data.kind=sort_digits", ["data.reward = 'reasoning_gym'", "set kind=reasoning_gym"]),
-        ("data.task=countdown data.task_parameters=[]", ["data.task = 'countdown'", "data.runs_responses=true"]),
-        ("data.sources.a.task=puzzle24", ["data.sources.a.task = 'puzzle24'", "evaluates it as Python"]),
-        ("data.sources.a.task=gdc", ["data.sources.a.task = 'gdc'", "did you mean 'gcd'?"]),
+        ("data.task=number_sortng", "unknown-task", ["'number_sortng'", "'number_sorting'"]),
+        ("data.task=zzzz", "unknown-task", ["data.task = 'zzzz'", "106 tasks", "ab, acre, "]),
+        ("data.task_parameters=[max_number=3]", "unknown-parameter", ["'max_number=3'", "'max_numbers'"]),
+        ("data.task_parameters=[max_numbers=few]", "wrong-type", ["'max_numbers=few'", "int"]),
+        ("data.task_parameters=[max_numbers=2.5]", "wrong-type", ["'max_numbers=2.5'", "int"]),
+        ("data.task_parameters=[max_numbers=true]", "wrong-type", ["'max_numbers=true'", "int"]),
+        ("data.task_parameters=[max_numbers]", "not-key-value", ["'max_numbers'", "NAME=VALUE"]),
+        (
+            "data.task_parameters=[min_numbers=20]",
+            "task-parameters",
+            ["min_numbers=20", "max_numbers must be >= min_numbers"],
+        ),
+        ("data.task_parameters=[seed=3]", "parameter-of-another-key", ["'seed=3'", "set data.seed"]),
+        (
+            "data.task_parameters=[size=3]",
+            "parameter-of-another-key",
+            ["'size=3'", "set data.num_train_prompts and data.num_heldout_prompts"],
+        ),
+        ("data.num_train_prompts=0", "not-a-count", ["data.num_train_prompts = 0"]),
+        (
+            "data.kind=sort_digits",
+            "reward-of-another-kind",
+            ["data.reward = 'reasoning_gym'", "set kind=reasoning_gym"],
+        ),
+        (
+            "data.task=countdown data.task_parameters=[]",
+            "task-runs-responses",
+            ["data.task = 'countdown'", "data.runs_responses=true"],
+        ),
+        ("data.sources.a.task=puzzle24", "task-runs-responses", ["data.sources.a.task = 'puzzle24'", "Python"]),
+        ("data.sources.a.task=gdc", "unknown-task", ["data.sources.a.task = 'gdc'", "'gcd'"]),
     ],
 )
-def test_what_is_refused(words: str, told: list[str]) -> None:
-    with pytest.raises(ConfigError) as refused:
+def test_what_is_refused(words: str, code: str, data: list[str]) -> None:
+    with rejected(code, *data):
         resolve(words)
-    assert all(part in str(refused.value) for part in told), refused.value
 
 
 def test_every_mistake_is_told_at_once() -> None:

@@ -145,7 +145,7 @@ REFUSALS: Mapping[int, tuple[str, str]] = {
     errno.EPERM: ("not permitted", f"have its owner let you in (site.store_group shares a store), or {ELSEWHERE}"),
     errno.EMFILE: ("too many open files", f"raise the limit (`ulimit -n`, `ulimit -Hn`); {AGAIN}"),
     errno.ENFILE: ("too many open files on this machine", f"end what holds them; {AGAIN}"),
-    errno.ELOOP: ("a link lies where a file of ours belongs", f"look who put it there, and remove it; {AGAIN}"),
+    errno.ELOOP: ("a link lies where a file of ours belongs", f"find out who put it there, and remove it; {AGAIN}"),
     errno.EIO: ("the disk, or the network file system, fails", f"look at the machine's log (`dmesg`); {AGAIN}"),
 }
 NO_INODES = "no file can be made there any more: its inodes are used up"

@@ -59,7 +59,7 @@ def main(words: Sequence[str], script: Path, output: Path | None) -> None:
             console.print(_table(title, rows), "")
     if output:
         console.print(f"configuration: {output.resolve()}", markup=False, soft_wrap=True)
-    raise_if_any(found.problems, "The configuration is written as the script says it; mend it there.")
+    raise_if_any(found.problems, "The configuration is written as in the script; correct it there.")
 
 
 def _read(script: Path, names: Mapping[str, Any]) -> tuple[Script, dict[str, Any]]:

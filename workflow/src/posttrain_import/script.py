@@ -89,7 +89,7 @@ class Budget:
         """
         self._left -= steps
         if self._left < 0:
-            raise too_much("it makes too much of itself")
+            raise too_much("it expands too far")
 
 
 def too_much(reason: str) -> ConfigError:

@@ -230,7 +230,9 @@ def _unmatched(traces: Sequence[Trace], is_whole: bool = True) -> Iterator[Probl
             if not (mine and theirs) or (mine.dtype, mine.shapes) != (theirs.dtype, theirs.shapes):
                 value = f"hang: rank {pair[0]} sends {mine or 'nothing'}, rank {pair[1]} receives {theirs or 'nothing'}"
                 where = (mine or theirs).place
-                yield Problem("message-unmatched", KEY, value, "what is sent is received", f"look at {where}")
+                yield Problem(
+                    "message-unmatched", KEY, value, "every message that is sent is received", f"look at {where}"
+                )
                 return
 
 
@@ -303,7 +305,7 @@ def _waiting(config: Config, traces: Sequence[Trace]) -> Iterator[Problem]:
         call = next((call for call in trace.calls if call.phase.endswith(" rollout") and not call.of_host), None)
         if call:
             value = f"rank {trace.rank} waits in NCCL's {call.name} at {call.place} while engines answer"
-            yield Problem("waits-in-nccl", KEY, value, "who waits for a rollout waits in gloo", f"look at {call.place}")
+            yield Problem("waits-in-nccl", KEY, value, "ranks wait for a rollout in gloo", f"look at {call.place}")
             return
 
 
@@ -339,7 +341,7 @@ def _awake_in_others_turn(config: Config, traces: Sequence[Trace]) -> Iterator[P
             kind, where, size = max(asleep, key=lambda holder: holder[2], default=("", "", 0))
             if size > LITTLE_BYTES:
                 value = f"{size / GIB:.3f} GiB of {kind} are awake on rank {trace.rank} in {phase['name']}"
-                allowed = "what a phase does not need sleeps (engine.sleep)"
+                allowed = "memory that a phase does not use is offloaded (engine.sleep)"
                 remedy = f"look at what puts it to sleep, and at {where.split()[0]}"
                 yield Problem("awake-while-unused", KEY, value, allowed, remedy)
                 return

@@ -122,7 +122,7 @@ def _machine(hardware: str, place: dict[str, Any]) -> Resolved:
     """Return a configuration with the hardware; its model is a small placeholder."""
     if not hardware:
         known = ", ".join(_hardware_names(place))
-        raise ConfigError([Problem("not-set", "--hardware", "not given", known, "say what it is to be served on")])
+        raise ConfigError([Problem("not-set", "--hardware", "not given", known, "name the hardware to serve on")])
     return merge({"model": "tiny", "site": "local", **place, "hardware": hardware}, CONFIG_DIR)
 
 
@@ -145,7 +145,7 @@ def _check(address: str, checkpoint: Checkpoint) -> None:
     canary = read_reference_logprobs(Path(checkpoint.place)) if checkpoint.is_folder else None
     if canary is None:
         allowed = "a folder that training has exported, with what its trainer says of four prompts"
-        remedy = "export the run with this version; other checkpoints have nothing to be held against"
+        remedy = "export the run with this version; other checkpoints have no reference log-probabilities"
         raise ConfigError(
             [Problem("no-reference-logprobs", CANARY_NAME, f"not in {checkpoint.place}", allowed, remedy)]
         )
@@ -182,8 +182,8 @@ def _submit(
     """Submit a job with the launch's number of nodes, and print its number."""
     found = list(_without_secret(launch.processes[0]))
     if serve_request.host in LOCAL:
-        allowed = "an address that others reach, such as 0.0.0.0"
-        remedy = "give it; who reaches the node may ask (docs/serving.md)"
+        allowed = "an address that other machines reach, such as 0.0.0.0"
+        remedy = "set it; anyone who reaches the node can send requests (docs/serving.md)"
         found.append(Problem("not-reachable", "--host", serve_request.host, allowed, remedy))
     raise_if_any(found)
     name = serve_request.name or Path(server.name).name

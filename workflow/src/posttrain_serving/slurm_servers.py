@@ -130,7 +130,7 @@ def _cancel(server: Server) -> None:
             raise RuntimeError(f"it is job {name!r} of {user!r}" if told else "there is no such job")
         ask("scancel", number)
     except RuntimeError as error:
-        remedy = "run this where SLURM can be asked, as the job's user"
+        remedy = "run this on a node with SLURM's programs, as the job's user"
         raise ConfigError(
             [Problem("no-such-job", "--stop", f"{server}: {error}", "a job of yours that serves", remedy)]
         ) from error
@@ -146,8 +146,8 @@ def _end(results: Path, server: Server, holder: Holder) -> None:
         process = psutil.Process(holder.pid)
         # Anyone who can write into the results folder could name any process of this user.
         if "serve" not in process.cmdline() or not is_server(results, server, holder):
-            allowed = "the process of `posttrain serve` that has taken the lease"
-            remedy = f"look what it is, then `kill {holder.pid}`"
+            allowed = "the `posttrain serve` process that took the lease"
+            remedy = f"check what it is, then `kill {holder.pid}`"
             raise ConfigError([Problem("not-our-process", "--stop", f"{server}, by {holder}", allowed, remedy)])
         process.terminate()
     except psutil.NoSuchProcess:

@@ -49,8 +49,8 @@ FINE = {
 def test_a_leak_is_refused(name):
     (problem,), warnings = check_leak("data.label_key", _prompts(*LEAKS[name]), 0.5)
     assert warnings == []
-    assert problem.key == "data.label_key"
-    assert "is in its own prompt in 100 of 100 rows that were looked at, first in row 1" in problem.value
+    assert (problem.code, problem.key) == ("label-in-prompt", "data.label_key")
+    assert all(datum in problem.value for datum in ("100 of 100 rows", "row 1"))
     assert "reward.max_label_in_prompt=1" in problem.remedy
 
 

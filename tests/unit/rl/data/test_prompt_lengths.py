@@ -41,21 +41,19 @@ def test_nothing_is_said_of_prompts_that_fit() -> None:
 def test_they_are_refused_or_left_out_and_counted() -> None:
     (refused,), known = checked(8, "refuse")
     assert refused.value == "8, and 1 of 6 prompts (16.7%) are longer; the longest has 9 tokens"
-    assert refused.remedy == "raise it, or leave such prompts out with rollout.overlong_prompts=drop"
+    assert "rollout.overlong_prompts=drop" in refused.remedy
     assert known == []
     refusals, (known_one,) = checked(8, "drop")
     assert refusals == []
-    assert known_one.remedy == "they are not trained on: rollout.overlong_prompts=drop"
+    assert (refused.code, known_one.code) == ("prompts-too-long", "prompts-left-out")
     for problem in (refused, known_one):
         assert (problem.key, problem.value) == ("rollout.max_prompt_tokens", refused.value)
-        assert problem.allowed == "as many as the longest prompt has"
 
 
 def test_a_source_of_which_nothing_is_left_is_refused_by_name() -> None:
     (refused,), known = checked(6, "drop")
     assert refused.value.endswith("none of b is left")
-    assert (refused.key, refused.allowed) == ("rollout.max_prompt_tokens", "as many as the longest prompt has")
-    assert refused.remedy == "raise it, or mend the prompts"
+    assert (refused.code, refused.key) == ("prompts-too-long", "rollout.max_prompt_tokens")
     assert known == []
     (refused,), _ = checked(1, "drop")
     assert refused.value.endswith("none of a, b is left")

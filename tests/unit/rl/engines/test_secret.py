@@ -28,11 +28,8 @@ def test_none_is_refused_and_the_variable_named(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.delenv(SECRET_VARIABLE, raising=False)
     if value is not None:
         monkeypatch.setenv(SECRET_VARIABLE, value)
-    with rejected("secret-not-set", key=SECRET_VARIABLE) as refused:
+    with rejected("secret-not-set", key=SECRET_VARIABLE):
         take_secret()
-    (problem,) = refused.value.problems
-    assert problem.allowed == "a text that nobody else knows"
-    assert problem.remedy.startswith("set it, in the environment")
 
 
 def test_it_is_shown_as_a_bearer_token() -> None:

@@ -82,9 +82,10 @@ def test_labels_that_no_grader_understands_are_refused_with_their_rows(check) ->
 def test_a_grader_that_takes_any_label_is_refused(check, folder: Path) -> None:
     found = check(prompts(NUMBERS), f"{folder}/own.py:generous")
     (problem,) = found.problems
-    assert "gives full marks to 100.0% of labels of other rows" in problem.value
+    assert problem.code == "other-label-accepted"
+    assert "100.0%" in problem.value
     (warning,) = found.warnings
-    assert "one score to every response" in warning.value
+    assert warning.code == "reward-constant"
 
 
 def test_the_form_in_which_a_label_is_stated_is_found(check, folder: Path) -> None:

@@ -105,9 +105,9 @@ def test_rows_without_a_response_are_counted_before_anything_is_trained(tokenize
     with pytest.raises(ConfigError) as caught:
         OfflineResponses(config_of(), prompts, tokenizer)
     (problem,) = caught.value.problems
-    assert (problem.key, problem.value[:31]) == ("data.label_key", "2 of 7 rows, the first number 6")
-    assert problem.allowed == "a label that is the response: a text, or one message of the assistant"
-    assert problem.remedy == "mend these rows, or name the responses' column with data.response_key"
+    assert (problem.code, problem.key) == ("label-missing", "data.label_key")
+    assert problem.value.startswith("2 of 7 rows, the first number 6")
+    assert "data.response_key" in problem.remedy
     message = Prompt(0, PROMPTS[0].messages, [{"role": "assistant", "content": "well"}])
     (sample,) = collect(config_of(), tokenizer, 0, [message])[0].samples
     assert tokenizer.decode(sample.response_tokens) == "well"

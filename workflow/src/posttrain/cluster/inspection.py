@@ -49,7 +49,7 @@ def describe_unfit(unfit: Unfit, config: Config) -> str:
         "slurm": f", or site.slurm.extra_options: ['--exclude={','.join(unfit)}']",
         "kubernetes": f", or kubectl cordon {' '.join(unfit)}",
     }
-    return f"unfit to train:{found}\n  remedy: mend them{ways_out.get(config.site.launcher, '')}"
+    return f"unfit to train:{found}\n  remedy: repair them{ways_out.get(config.site.launcher, '')}"
 
 
 def must_inspect(config: Config, names: Sequence[str]) -> bool:

@@ -101,4 +101,4 @@ def _figures(folder: Path) -> dict[str, Any]:
 
 def _unfit_finding(name: str, reasons: list[str]) -> Finding:
     said = ", ".join(reasons)
-    return Finding(name, said, Problem("node-unfit", name, said, "fit to train", "mend it, or exclude it"))
+    return Finding(name, said, Problem("node-unfit", name, said, "fit to train", "repair it, or exclude it"))

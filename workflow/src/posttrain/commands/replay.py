@@ -12,7 +12,7 @@ def main(paths: Paths, step: int | None) -> None:
     done = replay(paths, step)
     if done.differences:
         listed = "\n  ".join(done.differences)
-        raise CheckpointError("replay-differs", f"trained again, other bits than {paths.run} has:\n  {listed}")
+        raise CheckpointError("replay-differs", f"trained again, and the bits differ from {paths.run}:\n  {listed}")
     compared = (
         f"{done.num_tensors} tensors of weights and optimizer" if done.num_tensors else "no checkpoint to compare"
     )

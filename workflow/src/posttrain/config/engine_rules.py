@@ -39,7 +39,7 @@ def _nodes_of_an_engine(config: Config) -> Problems:
     is_served = config.engine.kind == "sglang" and config.hardware.device == "cpu" and uses_engines(config)
     if is_served and ranks > there:
         allowed = f"at most {there}: ranks on {counted(len(engine_nodes(config)), 'node')} (hardware.gpus_per_node)"
-        remedy = "let an engine have fewer ranks, or ask for nodes"
+        remedy = "use fewer ranks per engine, or more nodes"
         yield Problem("engine-exceeds-nodes", "engine.gpus_per_engine", str(ranks), allowed, remedy)
 
 
@@ -67,10 +67,9 @@ def _tensor_parallel_attention(config: Config) -> Problems:
         return
     for key, ranks in _world_sizes(config):
         if heads % ranks:
-            allowed = f"a divisor of {heads} (num_attention_heads), which tensor-parallel attention cuts"
-            yield Problem(
-                "engine-divides-heads", key, str(ranks), allowed, "choose one that divides it, or attend data-parallel"
-            )
+            allowed = f"a divisor of {heads} (num_attention_heads), which tensor-parallel attention splits"
+            remedy = "choose one that divides it, or use data-parallel attention"
+            yield Problem("engine-divides-heads", key, str(ranks), allowed, remedy)
 
 
 def _speculation(config: Config) -> Problems:
@@ -92,8 +91,8 @@ def _speculation(config: Config) -> Problems:
 def _chosen_keys(config: Config) -> Problems:
     arch, other = config.model.architecture, config.hardware.kernels.attention
     if other and arch.index_n_heads and _is_sglang_on_gpus(config) and uses_engines(config):
-        allowed = f"no other: {other} reads all keys, and the trainer those that the model chooses"
-        remedy = "train on GPUs on which SGLang has kernels for chosen keys"
+        allowed = f"another kernel: {other} attends to all keys, the trainer only to those that the model chooses"
+        remedy = "train on GPUs for which SGLang has sparse-attention kernels"
         yield Problem("attention-reads-all-keys", "hardware.kernels.attention", other, allowed, remedy)
 
 
@@ -173,7 +172,7 @@ def _own_nodes(config: Config) -> Problems:
         allowed = f"less than {config.nodes} (nodes): the trainer needs one at least"
         yield Problem("own-nodes-leave-none", key, str(own), allowed, "lower it, or raise nodes")
     elif config.engine.sleep == "always":
-        allowed = "auto or never with engine.own_nodes: who shares no GPU has nobody to sleep for"
+        allowed = "auto or never with engine.own_nodes: engines that share no GPU are not offloaded"
         yield Problem("sleep-with-own-nodes", "engine.sleep", "always", allowed, "leave it out")
 
 
@@ -197,7 +196,7 @@ def _deltas(config: Config) -> Problems:
         allowed = "engine.weight_transport=sharded"
         yield Problem("deltas-need-sharded", key, f"true, with engine.weight_transport={way}", allowed, remedy)
     elif takes_turns(config):
-        allowed = "engines that keep their weights: those that sleep forget them, and every update brings all of them"
+        allowed = "engines that keep their weights: offloaded ones drop them, so every update sends all of them"
         yield Problem(
             "deltas-need-awake-engines",
             key,

@@ -170,7 +170,7 @@ def _check_indexer(arch: Architecture) -> Iterator[Problem]:
             "indexer-narrower-than-rope", f"{PREFIX}.index_head_dim", value, allowed, "take both from config.json"
         )
     if arch.index_topk_freq > 1 and not arch.index_skip_topk_offset:
-        allowed = "at least 1 with index_topk_freq: the first layer has none before it whose choice it could take"
+        allowed = "at least 1 with index_topk_freq: no layer comes before the first whose keys it could share"
         yield Problem(
             "first-layer-shares-indices", f"{PREFIX}.index_skip_topk_offset", "0", allowed, "take both from config.json"
         )
@@ -183,7 +183,7 @@ def _check_positions(arch: Architecture) -> Iterator[Problem]:
         remedy = "take it from config.json"
         yield Problem("yarn-without-original-length", f"{key}.original_max_position_embeddings", "0", allowed, remedy)
     if scaling.mscale != 1 and not scaling.mscale_all_dim:
-        allowed = "1 without mscale_all_dim: no reader of config.json heeds another"
+        allowed = "1 without mscale_all_dim: readers of config.json ignore any other value"
         yield Problem("mscale-alone", f"{key}.mscale", f"{scaling.mscale:g}", allowed, "take both from config.json")
 
 
@@ -200,7 +200,7 @@ def _check_heads(arch: Architecture) -> Iterator[Problem]:
     }
     for name, width in rotated.items():
         if width % 2:
-            allowed = "an even rotated width: positions turn pairs of numbers"
+            allowed = "an even rotary width: RoPE rotates pairs of dimensions"
             yield Problem(
                 "rope-width-odd", f"{PREFIX}.{name}", f"{width:g} rotated", allowed, "take it from config.json"
             )
@@ -208,7 +208,7 @@ def _check_heads(arch: Architecture) -> Iterator[Problem]:
 
 def _check_experts(arch: Architecture) -> Iterator[Problem]:
     if arch.num_experts_per_tok == 1 and not family_of(arch).router_bias:
-        allowed = "at least 2: Megatron Core has no softmax over the chosen experts where there is one"
+        allowed = "at least 2: Megatron Core has no softmax over a single chosen expert"
         yield Problem("one-expert-per-token", f"{PREFIX}.num_experts_per_tok", "1", allowed, "choose another model")
     if arch.num_experts_per_tok > arch.n_routed_experts > 0:
         value, allowed = str(arch.num_experts_per_tok), f"at most {arch.n_routed_experts} (n_routed_experts)"

@@ -67,7 +67,9 @@ def _links(config: Config) -> Problems:
     for name in ("tensor_model_parallel_size", "expert_tensor_parallel_size"):
         if (size := getattr(parallel, name)) > linked:
             joined = "hardware.linked_gpus" if hardware.linked_gpus else "hardware.gpus_per_node"
-            allowed = f"at most {linked}, the GPUs that fast links join ({joined}): every layer exchanges among them"
+            allowed = (
+                f"at most {linked}, the GPUs that fast links connect ({joined}): every layer communicates among them"
+            )
             yield Problem(
                 "slow-links", f"parallel.{name}", str(size), allowed, "use more pipeline, context or expert parallelism"
             )
@@ -109,7 +111,7 @@ def _stages(config: Config) -> Problems:
     if parallel.pipeline_model_parallel_size == 1:
         if chunks > 1:
             remedy = "leave it out, or raise parallel.pipeline_model_parallel_size"
-            allowed = "1 with one stage: chunks of several stages interleave"
+            allowed = "1 with one stage: only chunks of several stages can interleave"
             yield Problem("chunks-of-one-stage", chunks_key, str(chunks), allowed, remedy)
         if last not in (0, num_layers):
             allowed = f"0, or all {num_layers} layers, in the only stage"
@@ -131,7 +133,7 @@ def _stages(config: Config) -> Problems:
         return
     arch, (_, *firsts) = config.model.architecture, sorted(layers.start for layers in chain(*stage_chunks(config)))
     if arch.index_topk_freq > 1 and (wrong := [layer for layer in firsts if not chooses_keys(arch, layer)]):
-        allowed = "so that stages begin with a layer that chooses keys: the choice of one before is not sent on"
+        allowed = "stages that begin with a layer that chooses keys: stages do not send each other chosen keys"
         found = f"{last}: stages begin with layers {', '.join(map(str, wrong))}"
         remedy = "change the last stage, the number of stages or of their chunks"
         yield Problem("stage-begins-with-shared-indices", key, found, allowed, remedy)

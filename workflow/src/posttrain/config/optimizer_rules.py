@@ -19,7 +19,7 @@ def _learning_rate(config: Config) -> Problems:
     left = num_steps - warmup_steps(config)
     if left < 0:
         allowed = f"at most {num_steps}, the steps of the run (training.num_steps)"
-        remedy = "warm up for less long, or train longer"
+        remedy = "shorten the warm-up, or train longer"
         yield Problem("warm-up-too-long", "optimizer.lr_warmup_steps", str(steps), allowed, remedy)
     if steps and share:
         allowed = f"0 with optimizer.lr_warmup_steps={steps}"
@@ -27,7 +27,7 @@ def _learning_rate(config: Config) -> Problems:
         yield Problem("warm-up-given-twice", "optimizer.lr_warmup_share", f"{share:g}", allowed, remedy)
     if optimizer.lr_schedule == "wsd" and lr_decay_steps(config) > left:
         allowed = f"at most {left} of {num_steps} steps, which the warm-up leaves"
-        remedy = "let the learning rate fall for less long, or warm up for less long"
+        remedy = "shorten the decay or the warm-up"
         yield Problem("decay-too-long", "optimizer.lr_decay_share", f"{optimizer.lr_decay_share:g}", allowed, remedy)
 
 

@@ -172,7 +172,7 @@ def _reward(config: Config, data: Data, key: str) -> Problems:
                 "unknown-reward", key, repr(term.grader), allowed, did_you_mean(term.grader, known) or "choose one"
             )
         if term.grader == "reasoning_gym" != data.kind:
-            allowed = f"another grader with kind={data.kind}: this one asks the task that has made the row"
+            allowed = f"another grader with kind={data.kind}: this one calls the task that generated the row"
             remedy = "choose one of docs/rewards.md, or set kind=reasoning_gym"
             yield Problem("reward-of-another-kind", key, repr(data.reward), allowed, remedy)
 

@@ -51,7 +51,7 @@ def _addresses(config: Config) -> Problems:
             yield Problem("not-an-address", f"{section}.url", problem, allowed, remedy)
         if address.token_variable and not re.fullmatch(_VARIABLE, address.token_variable):
             allowed = "the name of an environment variable, in capital letters"
-            remedy = "export the token, and give the variable's name; a token that stood here is known to others now"
+            remedy = "export the token, and give the variable's name; revoke a token that was written here"
             yield Problem("secret-in-config", f"{section}.token_variable", "a text that is not shown", allowed, remedy)
 
 
@@ -91,9 +91,8 @@ def _pattern(key: str, pattern: str, num_groups: int | None = None) -> Problems:
         return
     if num_groups not in (None, found):
         allowed = f"a regular expression with {num_groups} group"
-        yield Problem(
-            "pattern-groups", key, f"{pattern!r} with {found}", allowed, "write (?:...) for what is no verdict"
-        )
+        remedy = "write (?:...) for groups that are not the verdict"
+        yield Problem("pattern-groups", key, f"{pattern!r} with {found}", allowed, remedy)
 
 
 SERVICE_RULES: tuple[Callable[[Config], Problems], ...] = (_names, _addresses, _judges, _format)

@@ -51,8 +51,8 @@ def installed_version(data: Data) -> tuple[str, list[Problem]]:
     for name, source in sources.items():
         section = f"data.sources.{name}" if name else "data"
         if source.task in EVALUATE and not data.runs_responses:
-            allowed = "a task that runs nothing of a response: this one evaluates it as Python, in no sandbox"
-            remedy = "take another task, or set data.runs_responses=true where the workers may do what a model says"
+            allowed = "a task that executes no response: this one evaluates responses as Python, without a sandbox"
+            remedy = "take another task, or set data.runs_responses=true where workers may run a model's code"
             problems.append(Problem("task-runs-responses", f"{section}.task", repr(source.task), allowed, remedy))
         try:
             load_task(source.task, tuple(source.task_parameters), section)

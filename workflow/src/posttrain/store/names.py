@@ -67,7 +67,7 @@ def refuse_link(folder: Path) -> None:
     """
     if folder.is_symlink():
         raise CheckpointError(
-            "link-in-the-way", f"{folder}: a link; what belongs there would be written or deleted behind it: remove it"
+            "link-in-the-way", f"{folder}: a link; remove it, or files behind it would be written or deleted"
         )
 
 

@@ -74,12 +74,12 @@ def _refuse_nonsense(url: str, chat: bool, dataset: Path | None, smallest: int) 
     problems = []
     if not url.startswith(("http://", "https://")):
         problems.append(
-            Problem("not-an-address", "URL", repr(url), "http://HOST:PORT, without /v1", "say where the endpoint is")
+            Problem("not-an-address", "URL", repr(url), "http://HOST:PORT, without /v1", "give the endpoint's address")
         )
     if smallest < 1:
         problems.append(Problem("not-a-count", "a length or a count", str(smallest), "1 or more", "ask for more"))
     if chat and dataset is None:
-        allowed = "a file of prompts: a conversation is text, and random tokens are none"
+        allowed = "a file of prompts: conversations need text, not random tokens"
         problems.append(
             Problem("not-set", "--dataset", "not given, with --chat", allowed, "name one, or leave out --chat")
         )

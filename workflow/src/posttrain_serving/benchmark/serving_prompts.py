@@ -70,5 +70,5 @@ def _prompt(row: Mapping[str, Any], api: str) -> Prompt:
 def _refuse(path: Path, found: str) -> list[Prompt]:
     allowed = "rows with `prompt`, `messages` or `conversations`; without --chat, of one text each"
     raise ConfigError(
-        [Problem("prompts-unreadable", "--dataset", f"{path}: {found}", allowed, "mend the file, or leave it out")]
+        [Problem("prompts-unreadable", "--dataset", f"{path}: {found}", allowed, "correct the file, or leave it out")]
     )

@@ -173,9 +173,7 @@ def read_said(path: Path) -> tuple[EngineLogprobs, str]:
         told["passed"] = {name: [(int(i), bool(ok)) for i, ok in each] for name, each in told["passed"].items()}
         return EngineLogprobs(**told, likeliest=Likeliest(found["tokens"], found["logprobs"])), digest
     except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
-        raise CheckpointError(
-            "answers-invalid", f"{path} is not what engines of a precision said: {error!r}"
-        ) from error
+        raise CheckpointError("answers-invalid", f"{path} holds no answers of engines: {error!r}") from error
 
 
 def _put(content: bytes, file: BinaryIO) -> None:

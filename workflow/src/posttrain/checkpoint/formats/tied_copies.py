@@ -57,7 +57,7 @@ def check_copies(
     ties = bool(config.get(TIED))
     for name, part in config.items():
         if isinstance(part, Mapping) and bool(part.get(TIED, ties)) != ties:
-            remedy = "programs differ in which one they obey: make both say the same"
+            remedy = "programs disagree on which one applies: set both to the same value"
             allowed = f"{ties}, as {TIED} beside it"
             yield Problem("tie-contradicts", f"config.json: {name}.{TIED}", repr(part[TIED]), allowed, remedy)
     if HEAD not in reader and not ties:

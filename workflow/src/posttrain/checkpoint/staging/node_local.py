@@ -210,7 +210,7 @@ def _refuse_foreign(destination: Path) -> None:
             remedy = "set site.node_local to a folder of your own"
             raise CheckpointError(
                 "folder-of-another-user",
-                f"{folder}: belongs to user {owner}, who could change the copies\n  remedy: {remedy}",
+                f"{folder}: belongs to user {owner}, who can change the copies\n  remedy: {remedy}",
             )
 
 
@@ -282,7 +282,7 @@ class Copier:
         if self._reread and hash_file(task.target) != task.record.xxh3_128:
             task.target.unlink()
             raise CheckpointError(
-                "disk-corrupts", f"{task.target}: reads back other bytes than were written; is the disk bad?"
+                "disk-corrupts", f"{task.target}: reads back other bytes than were written; check the disk"
             )
         return task
 

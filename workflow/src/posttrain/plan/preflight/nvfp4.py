@@ -40,8 +40,8 @@ def check_nvfp4(config: Config) -> Iterator[Problem]:
     if not is_calibrated_here(config):
         return
     if not passes:
-        allowed = "passes that are read, or files in serving.calibration: an input_scale of 1 is nobody's measurement"
-        remedy = "name passes, give files, or set serving.uncalibrated=true to have it so"
+        allowed = "calibration passes, or files in serving.calibration: an input_scale of 1 is not measured"
+        remedy = "name passes, give files, or set serving.uncalibrated=true to accept scales of 1"
         yield Problem("not-calibrated", "serving.passes", "none", allowed, remedy)
     if serving.weights == "trained" and config.export.checkpoint_folder:
         allowed = "model: another trainer's checkpoint is not one that ours loads"

@@ -59,7 +59,7 @@ def check_lengths(found: PromptLengths, rollout: Rollout) -> tuple[list[Problem]
     if empty:
         of = f" of {', '.join(empty)}" if any(empty) else ""
         return [
-            Problem("prompts-too-long", key, f"{value}: none{of} is left", allowed, "raise it, or mend the prompts")
+            Problem("prompts-too-long", key, f"{value}: none{of} is left", allowed, "raise it, or shorten the prompts")
         ], []
     return [], [
         Problem("prompts-left-out", key, value, allowed, "they are not trained on: rollout.overlong_prompts=drop")

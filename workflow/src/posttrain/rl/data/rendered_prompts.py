@@ -35,7 +35,7 @@ def _generation_prompt(chat: ChatTokenizer, folder: Path, prompts: Sequence[Prom
     for prompt in prompts:
         if chat.render(prompt.messages) == chat.render(prompt.messages, generation_prompt=False):
             allowed = "one that ends with the begin of the assistant's turn where add_generation_prompt is set"
-            remedy = "the model is not told that it is its turn: take the chat template of the model's authors"
+            remedy = "nothing marks the start of the model's turn: use the chat template of the model's authors"
             yield Problem("no-generation-prompt", f"{folder}: chat template", "no generation prompt", allowed, remedy)
 
 

@@ -71,7 +71,7 @@ def _check_encoding(tokenizer: PreTrainedTokenizerBase, folder: Path, vocab_size
         differing = [text for text in PROBES if tokenizer.encode(text, add_special_tokens=False) != _plain(plain, text)]
         if differing:
             value = f"{type(tokenizer).__name__}, which encodes {differing[0]!r} differently"
-            allowed = f"a class that obeys {TOKENIZER}"
+            allowed = f"a class that follows {TOKENIZER}"
             yield Problem("tokenizer-ambiguous", f"{TOKENIZER_CONFIG}: tokenizer_class", value, allowed, _REMEDY)
     largest = max(tokenizer.get_vocab().values(), default=0)
     if largest >= vocab_size:

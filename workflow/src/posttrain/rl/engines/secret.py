@@ -29,10 +29,8 @@ def take_secret() -> str:
     """
     secret = os.environ.pop(SECRET_VARIABLE, "")
     if not secret:
-        remedy = "set it, in the environment, for the engine and for those who use it"
-        raise ConfigError(
-            [Problem("secret-not-set", SECRET_VARIABLE, "not set", "a text that nobody else knows", remedy)]
-        )
+        remedy = "set it in the environment of the engine and of its clients"
+        raise ConfigError([Problem("secret-not-set", SECRET_VARIABLE, "not set", "a secret text", remedy)])
     return secret
 
 

@@ -187,7 +187,7 @@ def _refusals(check: LabelCheck, config: Config) -> list[Problem]:
         value = f"{check.grader} gives full marks to {check.other:.1%} of labels of other rows:{rows}"
         allowed = f"at most {reward.max_other_label:.1%} (reward.max_other_label)"
         problems.append(
-            Problem("other-label-accepted", key, value, allowed, "choose a grader that tells these labels apart")
+            Problem("other-label-accepted", key, value, allowed, "choose a grader that distinguishes these labels")
         )
     return problems
 
@@ -220,7 +220,7 @@ def _failing_graders(config: Config, verdicts: Sequence[ShownVerdict]) -> list[P
             told = "".join(f"\n        {reason}" for reason in dict.fromkeys(one.failures))
             value = f"{one.grader} failed for {len(one.failures)} of {one.num_tried} responses:{told}"
             allowed = f"at most {most:.1%} (reward.max_failure_share)"
-            problems.append(Problem("grader-fails", key, value, allowed, "mend the grader, or what it is asked at"))
+            problems.append(Problem("grader-fails", key, value, allowed, "fix the grader or its service"))
     return problems
 
 
@@ -230,8 +230,8 @@ def _one_value(checks: Sequence[LabelCheck | ShownVerdict]) -> list[Problem]:
             "reward-constant",
             "data.reward",
             f"{check.grader} gave one score to every response that was tried",
-            "a reward that tells right from wrong",
-            "without a difference nothing is learned: look at the function",
+            "a reward that distinguishes right from wrong",
+            "equal rewards have no gradient: check the function",
         )
         for check in checks
         if check.num_scores == 1

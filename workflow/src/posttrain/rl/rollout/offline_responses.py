@@ -48,7 +48,7 @@ class OfflineResponses:
             return []
         value = f"{len(wrong)} of {len(self._prompts)} rows, the first number {wrong[0] + 1}, have another label"
         allowed = "a label that is the response: a text, or one message of the assistant"
-        remedy = "mend these rows, or name the responses' column with data.response_key"
+        remedy = "correct these rows, or name the responses' column with data.response_key"
         return [Problem("label-missing", "data.label_key", value, allowed, remedy)]
 
     def _has_answer(self, prompt: Prompt) -> bool:
