@@ -24,6 +24,7 @@ from torch.utils.benchmark import Timer
 
 from posttrain.checkpoint.quantization.fp8 import quantize_block
 from posttrain.rl.megatron_backend.glm5.choice import places_of_mask
+from posttrain.rl.megatron_backend.glm5.fused_indexer import choose_in_kernels
 from posttrain.rl.megatron_backend.glm5.sparse_attention import index_scores, select_topk
 from posttrain.rl.megatron_backend.sparse_kernels import load_kernel
 from posttrain_weights.digest import Digester, key_of
@@ -149,6 +150,13 @@ def attention(device: torch.device, sizes: Sizes) -> dict[str, tuple[float, str]
 
     found["places of a mask"] = (pairs / seconds(choose) / GB, "pairs/ns")
     chosen = choose()[0].int()
+    if device.type == "cuda":
+        positions = torch.arange(num_tokens - num_queries, num_tokens, device=device)[None]
+
+        def choose_fused() -> torch.Tensor:
+            return choose_in_kernels(queries, weights, positions, keys, sizes.kept, torch.int16)
+
+        found["index scores and places by kernels"] = (pairs / seconds(choose_fused) / GB, "pairs/ns")
     name = "tilelang" if device.type == "cuda" else "masked"
     kernel = load_kernel(cast(Any, SimpleNamespace(sparse_attention=name))) or reference_kernel
     query = torch.randn(num_queries, heads, LATENT + ROTARY, **options).requires_grad_()

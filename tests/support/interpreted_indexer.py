@@ -11,6 +11,8 @@ import torch
 from tests.support import interpreted_triton
 
 from posttrain.rl.megatron_backend.glm5 import fused_indexer, index_kernel
+from posttrain.rl.megatron_backend.glm5.choice import choose_in_chunks
+from posttrain.rl.megatron_backend.glm5.fused_indexer import choose_in_kernels
 from posttrain.rl.megatron_backend.packed import PackedSequences
 
 # GLM-5's indexer.
@@ -108,6 +110,19 @@ def zeros_and_infinities() -> None:
     assert found.tolist() == [[0, 1, 2, 5], [0, 1, 2, 5], [0, 1, 3, 4]], found.tolist()
 
 
+def blocks_of_sequences() -> None:
+    """Two sequences of a block, every second query, chosen in chunks; on whole numbers as torch does, bit for bit."""
+    numbers = torch.Generator().manual_seed(2)
+    shapes = (2, 21, 3, 16), (2, 42, 16), (2, 21, 3)
+    queries, keys, weights = (torch.randint(-3, 4, shape, generator=numbers) for shape in shapes)
+    positions = torch.arange(1, 42, 2).expand(2, -1)
+    given = queries.bfloat16(), weights.float(), positions, keys.bfloat16(), 0, 2, 12, 10, torch.int16
+    found = choose_in_chunks(*given, choose_in_kernels)
+    expected = choose_in_chunks(*given)
+    assert found.dtype == torch.int16
+    assert torch.equal(found, expected), (found != expected).nonzero().tolist()
+
+
 def bytes_per_pair(length: int) -> dict[str, float]:
     """Return the bytes that a causal row of GLM-5's indexer moves per pair; of four tiles of queries, evenly spaced."""
     moved, pairs = interpreted_triton.count_bytes(), 0
@@ -144,6 +159,7 @@ CASES: dict[str, Callable[[], Any]] = {
     ),
     "GLM-5's widths": lambda: require_choice(causal(3, 520, heads=HEADS, width=WIDTH), 256),
     "equal scores": equal_scores,
+    "a block of two sequences": blocks_of_sequences,
     "zeros and infinities": zeros_and_infinities,
     "agreement before the first use": lambda: fused_indexer._require_agreement(torch.device("cpu"), 2, 16, 20),
     "bytes of 4,096 tokens": lambda: bytes_per_pair(4096),

@@ -88,7 +88,8 @@ def test_training_counts_the_kernel_that_the_plan_has_chosen(resolved):
     config = resolved("glm5").config
     masked = resolved("glm5", set="trainer.sparse_attention=masked").config
     assert (trainer_of(config).kernel, trainer_of(masked).kernel) == ("tilelang", None)
-    assert not trainer_of(config).is_indexer_fused
+    in_torch = resolved("glm5", set="trainer.indexer_kernel=torch").config
+    assert (trainer_of(config).is_indexer_fused, trainer_of(in_torch).is_indexer_fused) == (True, False)
     short = resolved("glm5", set="rollout.max_response_tokens=2048 rollout.max_prompt_tokens=512").config
     assert trainer_of(short).kernel is None, "no longer than the keys that it may choose"
     assert trainer_of(resolved("qwen3_4b").config).kernel is None

@@ -33,7 +33,7 @@ READERS = {
     "megatron.optimizer": OptimizerConfig,
 }
 # Read by our own attention from the same object.
-OURS = {"attention_chunk_tokens", "sparse_attention"}
+OURS = {"attention_chunk_tokens", "sparse_attention", "indexer_kernel"}
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from posttrain.rl.megatron_backend import packed
-from posttrain.rl.megatron_backend.glm5 import dealing, sparse_attention
+from posttrain.rl.megatron_backend.glm5 import dealing, fused_indexer, sparse_attention
 from posttrain.rl.megatron_backend.glm5 import indexer as indexer_module
 from posttrain.rl.megatron_backend.glm5.choice import causal_places, choose_in_chunks, places_dtype, places_of_mask
 from posttrain.rl.megatron_backend.glm5.indexer import Indexer
@@ -26,7 +26,7 @@ LENGTHS = [[64], [24, 16, 24], [200, 16, 136, 8, 24, 24]]
 
 def settings(**sizes) -> SimpleNamespace:
     others = {"dsa_indexer_rope_interleaved": True, "params_dtype": torch.float32, "sequence_parallel": True}
-    return SimpleNamespace(**others, **sizes)
+    return SimpleNamespace(**{"indexer_kernel": "torch"} | others | sizes)
 
 
 def make_indexer() -> Indexer:
@@ -48,6 +48,22 @@ def test_places_by_hand():
     assert torch.equal(mask_of_places(places, 4), keep)
     assert causal_places(torch.tensor([[0, 2]]), 3, torch.int16).tolist() == [[[0, -1, -1], [0, 1, 2]]]
     assert (places_dtype(2**15), places_dtype(2**15 + 1)) == (torch.int16, torch.int32)
+
+
+def test_the_kernels_that_the_plan_has_chosen_choose_for_more_queries_at_once(monkeypatch):
+    """The operators without a device: of 64 queries 4 x 8 at a time, each with the keys before the last of them."""
+    asked = []
+
+    def places(queries, keys, weights, first, end, topk):
+        asked.append((len(queries), len(keys), queries.dtype, weights.dtype, end[-1].item()))
+        return torch.zeros(len(queries), topk, dtype=torch.int32)
+
+    monkeypatch.setattr(fused_indexer, "choose_places", places)
+    indexer, row = Indexer(settings(**SIZES, indexer_kernel="fused", params_dtype=torch.bfloat16)), row_of([64])
+    queries, keys = torch.randn(64, 4, 8).bfloat16(), torch.randn(64, 8).bfloat16()
+    chosen = indexer._choose((queries, torch.randn(64, 4), row.position_ids), keys, row)
+    assert asked == [(32, size, torch.bfloat16, torch.float32, size) for size in (32, 64)]
+    assert (chosen.shape, chosen.dtype) == ((64, 6), torch.int16)
 
 
 def test_equal_scores_keep_the_lower_places():

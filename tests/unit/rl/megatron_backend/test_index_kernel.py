@@ -23,7 +23,7 @@ from posttrain.rl.megatron_backend.glm5.sparse_attention import index_scores, se
 CASES = (
     *("one token", "one token and one key to keep", "lengths that do not divide", "several sequences in a row"),
     *("the halves of a context-parallel rank", "more to keep than is seen", "as many to keep as are seen"),
-    *("far keys of a long row", "GLM-5's widths", "equal scores", "zeros and infinities"),
+    *("far keys of a long row", "GLM-5's widths", "equal scores", "a block of two sequences", "zeros and infinities"),
     "agreement before the first use",
 )
 LENGTHS = ("4,096", "8,192")

@@ -253,6 +253,11 @@ class Trainer:
         "auto",
         choices=("auto", "tilelang", "cudnn", "masked"),
     )
+    indexer_kernel: str = _doc(
+        "What chooses the keys of sparse attention; auto: Triton kernels on GPUs that can run them, otherwise torch",
+        "auto",
+        choices=("auto", "fused", "torch"),
+    )
     optimizer_cpu_offload: bool = _doc("Keep optimizer state in host memory", False)
     deepep: bool = _doc("Dispatch tokens to experts with DeepEP (CUDA only)", True)
     save_interval: int = _doc("Steps between checkpoints", 20, minimum=1)

@@ -22,6 +22,7 @@ from posttrain.config.schema import Config
 from posttrain.config.site_rules import time_limit_minutes
 from posttrain.errors import Problem
 from posttrain.plan.flags.env_conflicts import find_env_conflicts
+from posttrain.plan.flags.indexer_kernel import check_indexer_kernel
 from posttrain.plan.flags.sparse_kernels import check_sparse_kernel
 from posttrain.plan.sizing.capacity import check_declared, check_typical
 from posttrain.plan.sizing.engine import engine_memory
@@ -70,6 +71,7 @@ def find_problems(config: Config) -> list[Problem]:
         *check_declared(config, storage(config), _host_gib(config)),
         *find_env_conflicts(config),
         *check_sparse_kernel(config),
+        *check_indexer_kernel(config),
     ]
 
 

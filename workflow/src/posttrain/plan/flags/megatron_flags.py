@@ -14,6 +14,8 @@ from posttrain.config.families import FAMILIES, family_of
 from posttrain.config.schema import Config
 from posttrain.plan.flags.environment import trainer_environment
 from posttrain.plan.flags.flag import Flag, flag
+from posttrain.plan.flags.indexer_kernel import KEY as INDEXER
+from posttrain.plan.flags.indexer_kernel import indexer_kernel
 from posttrain.plan.flags.sparse_kernels import KEY as KERNEL
 from posttrain.plan.flags.sparse_kernels import sparse_kernel
 
@@ -57,10 +59,10 @@ def indexer_flags(config: Config) -> list[Flag]:
     """Return the indexer's settings, which are set after Megatron's configuration is built.
 
     Megatron's own switch (`experimental_attention_variant="dsa"`) is left off: it selects Megatron's indexer (why ours
-    stays: docs/decisions/028); our layer reads the sizes from the same fields. `attention_chunk_tokens` and
-    `sparse_attention` are ours alone.
+    stays: docs/decisions/028); our layer reads the sizes from the same fields. `attention_chunk_tokens`,
+    `sparse_attention` and `indexer_kernel` are ours alone.
     """
-    arch, kernel = config.model.architecture, sparse_kernel(config)
+    arch, kernel, indexer = config.model.architecture, sparse_kernel(config), indexer_kernel(config)
     sizes = []
     if arch.index_n_heads:
         sizes = [
@@ -79,6 +81,7 @@ def indexer_flags(config: Config) -> list[Flag]:
                 f"{ARCHITECTURE}.model_type",
             ),
             flag("sparse_attention", kernel.name, KERNEL, reason=kernel.reason),
+            flag("indexer_kernel", indexer.name, INDEXER, reason=indexer.reason),
         ]
     return [*sizes, _key(config, "attention_chunk_tokens", "trainer.attention_chunk_tokens")]
 

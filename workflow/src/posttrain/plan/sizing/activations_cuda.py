@@ -49,6 +49,8 @@ from itertools import groupby
 from posttrain.config.derived import stage_chunks
 from posttrain.config.families import chooses_keys
 from posttrain.config.schema import Architecture, Config, Parallel, Trainer
+from posttrain.plan.flags.indexer_kernel import FUSED as FUSED_INDEXER
+from posttrain.plan.flags.indexer_kernel import indexer_kernel
 from posttrain.plan.flags.sparse_kernels import FUSED, sparse_kernel
 from posttrain.plan.sizing.activations import MicroBatch, cached_row, has_experts, most_in_flight
 from posttrain.plan.sizing.assumptions import Assumptions
@@ -186,6 +188,7 @@ def _moments(config: Config, batch: MicroBatch, assumptions: Assumptions) -> _Mo
         assumptions.expert_imbalance,
         config.rollout.max_response_tokens,
         sparse_kernel(config).name in FUSED,
+        indexer_kernel(config).name == FUSED_INDEXER,
     )
 
 
@@ -201,6 +204,7 @@ class _Moments:
         imbalance: float,
         longest_response: int,
         has_kernel: bool,
+        is_indexer_fused: bool,
     ):
         self._arch, self._trainer, self._stages = arch, trainer, parallel.pipeline_model_parallel_size
         cuts = (
@@ -210,7 +214,7 @@ class _Moments:
         )
         self._row = row = cached_row(arch, trainer, cuts, batch, imbalance)
         self._p, self._narrow = row.p, row.p if row.p < FP32 else 0
-        self._attention = Attention(arch, row, batch.longest, has_kernel)
+        self._attention = Attention(arch, row, batch.longest, has_kernel, is_indexer_fused)
         self._kinds, self._kind_of = layer_kinds(arch)
         asked = min(batch.tokens, batch.num_sequences * longest_response)
         self._asked = asked / parallel.context_parallel_size

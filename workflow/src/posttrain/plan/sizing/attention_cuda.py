@@ -9,9 +9,10 @@ a key; R width of MLA's latents, K keys that a query attends to; p bytes of a we
                              p t (q + o + heads (2 R + rope)) and 4 t K of places
     differentiated, besides  where ranks share a row of T, p (T (4 (k + v) + k) + 3 t q): all ranks' keys and values (as
                              wide as keys), their gradients of both halves of this rank's queries, and the sums
-    keys being selected      8 (indexer's heads) + 5 B a pair that is scored, at least 20, without what is kept of the
-                             output; in the latents' space with the indexer's queries and head weights of s, and the
-                             places of their keys, 2 s K (4 s K of sequences over 32,768 tokens)
+    keys being selected      8 (indexer's heads) + 5 B a pair that is scored, at least 20; 4 B of four times as many by
+                             kernels; without what is kept of the output; in the latents' space with the indexer's
+                             queries and head weights of s, and the places of their keys, 2 s K (4 s K of sequences over
+                             32,768 tokens)
     a forward pass           p t (q + k + v) of the matrix, p t (q + k) turned and as many of their norms, p t (v + o),
                              4 t heads and p s H; without latents; where ranks share a row of T, p (3 t o + T (k + v)),
                              the outputs of both halves of this rank's queries, once more in full, and all ranks' keys;
@@ -30,12 +31,15 @@ from __future__ import annotations
 
 from posttrain.config.families import family_of
 from posttrain.config.schema import Architecture
+from posttrain.plan.flags.indexer_kernel import CHUNKS_AT_ONCE
 from posttrain.plan.sizing.activations import Row
 from posttrain.plan.sizing.model_size import Weight
 
 FP32 = 4
 # Of a pair of a query and a key: its score and whether the key is seen; what it takes to choose by scores.
 SCORE_BYTES, CHOICE_BYTES = 5, 20
+# Of a pair, where kernels choose: its score.
+FUSED_BYTES = 4
 
 Layer = tuple[Weight, ...]
 
@@ -48,10 +52,13 @@ class Attention:
         row: The micro-batch.
         longest: Tokens of its longest sequence.
         has_kernel: Keys that are chosen are attended to in the latents' space.
+        is_indexer_fused: Kernels choose them.
     """
 
-    def __init__(self, arch: Architecture, row: Row, longest: int, has_kernel: bool):
+    def __init__(self, arch: Architecture, row: Row, longest: int, has_kernel: bool, is_indexer_fused: bool = False):
         self._arch, self._row, self._p = arch, row, row.p
+        heads_at_once = 2 * FP32 * arch.index_n_heads + SCORE_BYTES
+        self._pair_bytes = CHUNKS_AT_ONCE * FUSED_BYTES if is_indexer_fused else max(heads_at_once, CHOICE_BYTES)
         self._in_latents = has_kernel and row.is_selected()
         self._is_unfused = row.p == FP32 and not arch.index_n_heads
         self._pairs = row.padded * longest
@@ -93,7 +100,7 @@ class Attention:
         row, arch = self._row, self._arch
         if not row.is_selected() or not any(weight.component == "indexer" for weight in layer):
             return 0.0
-        pairs = max(2 * FP32 * arch.index_n_heads + SCORE_BYTES, CHOICE_BYTES) * row.scored_pairs()
+        pairs = self._pair_bytes * row.scored_pairs()
         if not self._in_latents:
             return pairs + self._in_blocks(layer)
         expanded = row.widths(layer)[0] if is_backward else 0.0

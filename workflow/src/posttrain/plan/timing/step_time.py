@@ -33,6 +33,7 @@ from posttrain.config.derived import (
     world_size,
 )
 from posttrain.config.schema import Config, Parallel
+from posttrain.plan.flags.indexer_kernel import FUSED, indexer_kernel
 from posttrain.plan.flags.sparse_kernels import CUDNN, TILELANG, sparse_kernel
 from posttrain.plan.sizing.engine import engine_memory
 from posttrain.plan.sizing.evaluation import evaluation_nodes, serving_config
@@ -208,6 +209,7 @@ def _trainer(config: Config, num_gpus: int, stages: tuple[int, ...], parallel: P
         expert=parallel.expert_model_parallel_size,
         num_updates=updates,
         kernel=SPARSE_KERNELS.get(sparse_kernel(config).name) if work.mean_tokens > topk else None,
+        is_indexer_fused=indexer_kernel(config).name == FUSED,
         recompute=config.trainer.recompute_granularity == "full",
         fitted=FITTED,
     )

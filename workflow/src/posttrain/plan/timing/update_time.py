@@ -47,10 +47,13 @@ P, GRADIENT, FP32 = 2, 4, 4
 # Kernels of a layer, forward and backward: what a rehearsal of `glm5_4layer` on one node counts, two micro-batches
 # through four layers (1,254 for log-probabilities, 3,871 for training, which has two forward passes).
 KERNELS = (1254 / 8, (3871 - 2 * 1254) / 8)
-# Of FP32 scores of an indexer head: written by the product, read and written by the scale and by the ReLU, read by the
-# sum; and of their sum by a choice of keys that is a kernel, or is this trainer's own: as many as pass the memory while
-# `select_topk` and `places_of_mask` take their 0.095 ns a pair (`benchmarks/one_gpu.py`, H200).
-HEAD_SCORE_BYTES, SCORE_BYTES, CHOICE_BYTES = 24, 60, 395
+# Of FP32 scores of an indexer head in torch: written by the product, read and written by scale and ReLU, read
+# by the sum; and of the choice by their sum: as many as pass the memory in the 0.095 ns a pair that `select_topk` and
+# `places_of_mask` take (`benchmarks/one_gpu.py`, H200).
+HEAD_SCORE_BYTES, CHOICE_BYTES = 24, 395
+# Of this trainer's kernels (`glm5/index_kernel.py`): queries and keys of a tile; bytes of a pair's score, written once,
+# of which five passes read half.
+TILE_QUERIES, TILE_KEYS, SCORE_BYTES = 64, 256, 4 + 5 * 2
 # Kernels for chosen keys, in the space of latents.
 OF_CHOSEN_KEYS = ("sparse", "tilelang")
 # Of a logit: the log-probabilities of a chunk pass it four times in FP32, forward and backward.
@@ -74,7 +77,7 @@ class Trainer:
         num_updates: Per step.
         recompute: Full recomputation.
         kernel: Of attention, one of `attainable.ATTENTION_TFLOPS`; None: torch's.
-        is_indexer_fused: Keys are chosen by a kernel in BF16; else by this trainer's own indexer.
+        is_indexer_fused: Keys are chosen by kernels in BF16; else in torch, in FP32.
         trains_all: False: only adapters, which cost nothing here.
         overlaps: Gradients and weights travel while others compute.
         imbalance: Rows of the busiest rank's experts over the mean.
@@ -218,9 +221,8 @@ def _attention(trainer: Trainer, on_rank: float, length: float) -> tuple[tuple[f
     scores = 0.0
     if is_sparse:
         rate = attainable.gemm(hardware) if trainer.is_indexer_fused else attainable.fp32_gemm(hardware)
-        moved = SCORE_BYTES if trainer.is_indexer_fused else HEAD_SCORE_BYTES * arch.index_n_heads + CHOICE_BYTES
         per_pair = 2 * arch.index_n_heads * arch.index_head_dim / rate
-        per_pair += moved / attainable.memory(hardware)
+        per_pair += indexer_bytes(arch, trainer.is_indexer_fused) / attainable.memory(hardware)
         scores = pairs / trainer.tensor * per_pair * num_indexers(arch) / arch.num_hidden_layers
         scores += _choice_exchange(trainer, on_rank, length)
     return (work / forward, attainable.ATTENTION_BACKWARD * work / backward), scores
@@ -233,6 +235,14 @@ def _choice_exchange(trainer: Trainer, on_rank: float, length: float) -> float:
     chosen = (dealt + P * arch.index_head_dim) * num_indexers(arch) / arch.num_hidden_layers
     places = arch.index_topk * (2 if length <= 2**15 else 4)
     return on_rank * (chosen + places) * (tensor - 1) / tensor / attainable.link(trainer.hardware, tensor)
+
+
+def indexer_bytes(arch: Architecture, is_fused: bool) -> float:
+    """Return the bytes that scores and choice read and write of a pair of a query and a key."""
+    if not is_fused:
+        return HEAD_SCORE_BYTES * arch.index_n_heads + CHOICE_BYTES
+    # Each tile reads its queries, all heads, and its keys, one head.
+    return P * arch.index_head_dim * (arch.index_n_heads / TILE_KEYS + 1 / TILE_QUERIES) + SCORE_BYTES
 
 
 def _layer_bytes(trainer: Trainer, on_rank: float, is_backward: bool) -> float:

@@ -8,14 +8,32 @@ Shapes: B sequences of a block, Q queries of each, S keys, K index_topk, T token
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from posttrain.rl.megatron_backend.glm5.sparse_attention import index_scores, queries_at_a_time, select_topk
+
+# Queries [B, C, H_i, D], head weights [B, C, H_i], positions [B, C], keys [B, S, D], K, dtype of places -> [B, C, K]
+ChooseChunk = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, torch.dtype], torch.Tensor]
 
 
 def places_dtype(longest: int) -> torch.dtype:
     """Return the narrowest type that holds -1 and the positions of a sequence of `longest` tokens."""
     return torch.int16 if longest <= 2**15 else torch.int32
+
+
+def choose_in_torch(
+    queries: torch.Tensor,
+    weights: torch.Tensor,
+    positions: torch.Tensor,
+    keys: torch.Tensor,
+    topk: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return the places [B, C, K] of a chunk's keys, from FP32 scores of all heads; see `ChooseChunk`."""
+    visible = torch.arange(keys.shape[1], device=keys.device) <= positions[..., None]
+    return places_of_mask(select_topk(index_scores(queries, keys, weights), visible, topk), topk, dtype)
 
 
 @torch.no_grad()
@@ -29,6 +47,7 @@ def choose_in_chunks(
     topk: int,
     chunk_tokens: int,
     dtype: torch.dtype,
+    choose: ChooseChunk = choose_in_torch,
 ) -> torch.Tensor:
     """Return the places of the keys that each query attends to; masks are [B, chunk / stride, S].
 
@@ -44,6 +63,7 @@ def choose_in_chunks(
         topk: K. The first K queries of a sequence attend to all keys before them.
         chunk_tokens: Maximum queries of all ranks per chunk and sequence.
         dtype: Of the result.
+        choose: Chooses for a chunk.
 
     Returns:
         [B, Q, K], ascending; padded with -1.
@@ -59,9 +79,8 @@ def choose_in_chunks(
     for start in range(first, num_queries, step):
         chunk = slice(start, start + step)
         end = min(first_position + (start + step) * stride, longest)
-        scores = index_scores(queries[:, chunk], keys[:, :end], weights[:, chunk])
-        visible = torch.arange(end, device=keys.device) <= positions[:, chunk, None]
-        parts.append(places_of_mask(select_topk(scores, visible, topk), topk, dtype))
+        of_chunk = queries[:, chunk], weights[:, chunk], positions[:, chunk]
+        parts.append(choose(*of_chunk, keys[:, :end], topk, dtype))
     return torch.cat(parts, dim=1)
 
 

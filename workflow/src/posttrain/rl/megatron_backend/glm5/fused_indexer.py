@@ -22,6 +22,23 @@ class WrongKernelError(RuntimeError):
     """A kernel chooses other keys than torch."""
 
 
+def choose_in_kernels(
+    queries: torch.Tensor,
+    weights: torch.Tensor,
+    positions: torch.Tensor,
+    keys: torch.Tensor,
+    topk: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return the places [B, C, K] of a chunk's keys; see `choice.ChooseChunk`. The kernels see one row of sequences."""
+    num_sequences, num_keys, width = keys.shape
+    first = num_keys * torch.arange(num_sequences, device=keys.device)[:, None].expand_as(positions)
+    span = first.flatten().int(), (first + positions + 1).flatten().int()
+    row = queries.flatten(0, 1), keys.flatten(0, 1), weights.flatten(0, 1) * width**-0.5
+    places = choose_places(*row, *span, topk).unflatten(0, positions.shape)
+    return torch.where(places < 0, places, places - first[..., None]).to(dtype)
+
+
 def choose_places(
     queries: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor, first: torch.Tensor, end: torch.Tensor, topk: int
 ) -> torch.Tensor:

@@ -12,9 +12,11 @@ import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
+from posttrain.plan.flags.indexer_kernel import CHUNKS_AT_ONCE, FUSED
 from posttrain.rl.megatron_backend.arguments import INDEXER_NORM_EPS
-from posttrain.rl.megatron_backend.glm5.choice import choose_in_chunks, places_dtype
+from posttrain.rl.megatron_backend.glm5.choice import choose_in_chunks, choose_in_torch, places_dtype
 from posttrain.rl.megatron_backend.glm5.dealing import deal, gather_shards
+from posttrain.rl.megatron_backend.glm5.fused_indexer import choose_in_kernels
 from posttrain.rl.megatron_backend.glm5.linear import FrozenLinear
 from posttrain.rl.megatron_backend.packed import PackedSequences
 
@@ -32,6 +34,9 @@ class Indexer(MegatronModule):
         self.head_dim = config.dsa_indexer_head_dim
         self.topk = config.dsa_indexer_topk
         self.is_interleaved = config.dsa_indexer_rope_interleaved
+        is_fused = config.indexer_kernel == FUSED
+        self.choose_chunk = choose_in_kernels if is_fused else choose_in_torch
+        self.chunk_tokens = config.attention_chunk_tokens * (CHUNKS_AT_ONCE if is_fused else 1)
         dtype = config.params_dtype
         self.linear_wq_b = FrozenLinear(config.q_lora_rank, self.num_heads * self.head_dim, dtype)
         self.linear_wk = FrozenLinear(config.hidden_size, self.head_dim, dtype)
@@ -71,11 +76,12 @@ class Indexer(MegatronModule):
     def _choose(self, rows: tuple[torch.Tensor, ...], keys: torch.Tensor, sequences: PackedSequences) -> torch.Tensor:
         """Choose block by block, from queries, head weights and positions by dealt token, and the row's keys."""
         by_block = zip(*map(sequences.dealt.split, rows), sequences.gather_keys(keys), strict=True)
-        chunk, dtype = self.config.attention_chunk_tokens, places_dtype(sequences.max_seqlen_q)
+        dtype = places_dtype(sequences.max_seqlen_q)
         chosen = []
         for (queries, weights, positions, seen), (_, longest) in zip(by_block, sequences.queries.blocks, strict=True):
             span = seen.shape[1] - longest, sequences.turn[1]
-            chosen.append(choose_in_chunks(queries, weights, positions, seen, *span, self.topk, chunk, dtype))
+            given = queries, weights, positions, seen
+            chosen.append(choose_in_chunks(*given, *span, self.topk, self.chunk_tokens, dtype, self.choose_chunk))
         return sequences.dealt.join(chosen)
 
     def _rotate(self, heads: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
