@@ -6,8 +6,10 @@ Prints JSON: layout -> log-probabilities before by the samples' numbers, and wha
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +106,16 @@ def updated(config: Config, checkpoint: Path, kernel: Any = None) -> dict[str, o
     dist.all_gather_object(everybody, sum(not batch.sample_indices for batch in mine))
     shortest = min(length for batch in update.batches for length in batch.lengths)
     said = {"first": first, "last": last, "empty": max(everybody), "shortest": shortest}
+    said["weights"] = digest(dict(weights.gather(dtype=torch.float32)))
     return said | {"logprobs": gathered_logprobs(update)}
+
+
+def digest(tensors: Mapping[str, torch.Tensor | None]) -> str:
+    """Return the SHA-256 of tensors in the order of their names; ranks but the first have none."""
+    found = hashlib.sha256()
+    for name in sorted(name for name, tensor in tensors.items() if tensor is not None):
+        found.update(tensors[name].contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
 
 
 if __name__ == "__main__":

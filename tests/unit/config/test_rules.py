@@ -98,7 +98,8 @@ VIOLATIONS = (
     ),
     (
         "glm5",
-        "parallel.virtual_pipeline_model_parallel_size=2 trainer.recompute_num_layers=10",
+        "parallel.virtual_pipeline_model_parallel_size=2 trainer.recompute_granularity=full"
+        " trainer.recompute_num_layers=10",
         ["trainer.recompute_num_layers"],
     ),
     ("glm5", "training.global_batch_size=48", ["training.global_batch_size"]),
@@ -125,7 +126,26 @@ VIOLATIONS = (
     ("qwen3_30b_a3b", "optimizer.router_bias_update_rate=0.001", ["optimizer.router_bias_update_rate"]),
     ("qwen3_4b", "optimizer.moe_aux_loss_coeff=0.001", ["optimizer.moe_aux_loss_coeff"]),
     ("tiny", "rollout.max_response_tokens=256", ["rollout.max_response_tokens"]),
-    ("glm5", "trainer.recompute_num_layers=19", ["trainer.recompute_num_layers"]),
+    ("glm5", "trainer.recompute_granularity=full trainer.recompute_num_layers=19", ["trainer.recompute_num_layers"]),
+    ("glm5", "trainer.recompute_granularity=selective", ["trainer.recompute_modules"]),
+    ("glm5", "trainer.recompute_granularity=full trainer.recompute_modules=[moe]", ["trainer.recompute_modules"]),
+    ("glm5", "trainer.recompute_granularity=selective trainer.recompute_modules=[core]", ["trainer.recompute_modules"]),
+    # It has no latents; routes of engines are told once a pass; what is inside is computed again with what is around.
+    (
+        "qwen3_4b",
+        "trainer.recompute_granularity=selective trainer.recompute_modules=[mla_up_proj]",
+        ["trainer.recompute_modules"],
+    ),
+    (
+        "glm5",
+        "algorithm.routing_replay=true trainer.recompute_granularity=selective trainer.recompute_modules=[moe]",
+        ["trainer.recompute_modules"],
+    ),
+    (
+        "glm5",
+        "trainer.recompute_granularity=selective trainer.recompute_modules=[moe,moe_act]",
+        ["trainer.recompute_modules"],
+    ),
     ("tiny", "site.name=a/b", ["site.name"]),
     ("tiny", "data.num_digits=3", ["data.num_train_prompts"]),
     ("glm5", "data.repo_id=name", ["data.repo_id"]),

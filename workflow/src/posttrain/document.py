@@ -21,5 +21,6 @@ def _doc(text: str, default: Any = MISSING, **limits: Any) -> Any:
     """Declare a field with its description and the range or choices that `validate` enforces."""
     metadata = {"doc": text, **limits}
     if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata=metadata)
+        # A list has no hash, and sections are keys of caches; equality compares it all the same.
+        return field(default_factory=lambda: list(default), hash=False, metadata=metadata)
     return field(default=default, metadata=metadata)

@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Any
 
 from posttrain.config.calibration import CalibrationPass
-from posttrain.config.schema import Config
+from posttrain.config.schema import RECOMPUTED_MODULES, Config
 
 # Bytes that a rank sends per round from shard to shard. Two rounds at a time pass through host memory on every rank.
 SHARDED_ROUND_BYTES = 256 << 20
@@ -50,6 +50,25 @@ def model_parallel_size(config: Config) -> int:
 def data_parallel_size(config: Config) -> int:
     """Return the number of ranks that see different samples."""
     return world_size(config) // model_parallel_size(config)
+
+
+def recomputable_modules(config: Config) -> tuple[str, ...]:
+    """Return the modules that a layer of the model has, and that its trainer can compute again one by one.
+
+    Grouped activations are Transformer Engine's alone. A norm of ours is several operations, whose gradients FP32 would
+    add up in another order; in BF16 it begins with a cast. With the engine's routes a router is told them once a pass,
+    so an MoE layer is computed again only with the whole layer (`rl.megatron_backend.routing_replay`).
+    """
+    arch, has_experts = config.model.architecture, config.model.architecture.n_routed_experts > 0
+    has = {
+        "layernorm": config.hardware.device == "cuda" or config.trainer.params_dtype == "bf16",
+        "mla_up_proj": arch.kv_lora_rank > 0,
+        "moe_act": has_experts and config.hardware.device == "cuda",
+        "mlp": not has_experts or arch.first_k_dense_replace > 0,
+        "shared_experts": has_experts and arch.n_shared_experts > 0,
+        "moe": has_experts and not config.algorithm.routing_replay,
+    }
+    return tuple(module for module in RECOMPUTED_MODULES if has[module])
 
 
 def uses_engines(config: Config) -> bool:

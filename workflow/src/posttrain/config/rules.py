@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 
 from posttrain.config.data import GENERATED, KINDS, LOCAL_DATA, UNPINNED, Data, sources_of
-from posttrain.config.derived import stage_chunks, uses_engines
+from posttrain.config.derived import recomputable_modules, stage_chunks, uses_engines
 from posttrain.config.engine_rules import ENGINE_RULES
 from posttrain.config.families import check_architecture
 from posttrain.config.fields import did_you_mean
@@ -209,11 +209,25 @@ def _positions(config: Config) -> Problems:
 
 
 def _recomputation(config: Config) -> Problems:
-    chunk, smallest = config.trainer.recompute_num_layers, min(map(len, chain(*stage_chunks(config))), default=0)
-    if config.trainer.recompute_granularity == "full" and chunk > smallest > 0:
+    trainer = config.trainer
+    chunk, smallest = trainer.recompute_num_layers, min(map(len, chain(*stage_chunks(config))), default=0)
+    if trainer.recompute_granularity == "full" and chunk > smallest > 0:
         allowed = f"at most {smallest}, the layers of the smallest pipeline stage, or chunk of one"
         remedy = "recompute fewer layers at a time"
         yield Problem("recompute-exceeds-stage", "trainer.recompute_num_layers", str(chunk), allowed, remedy)
+    key, modules = "trainer.recompute_modules", trainer.recompute_modules
+    if (trainer.recompute_granularity == "selective") != bool(modules):
+        allowed = "modules with trainer.recompute_granularity=selective, none otherwise"
+        found, remedy = ", ".join(modules) or "none", "set both, or leave both out"
+        yield Problem("recompute-modules-without-selective", key, found, allowed, remedy)
+    possible = recomputable_modules(config)
+    if impossible := [module for module in modules if module not in possible]:
+        allowed = f"{', '.join(possible)} with {config.model.name} on {config.hardware.name}"
+        yield Problem("recompute-module-missing", key, ", ".join(impossible), allowed, "leave out the others")
+    if "moe" in modules and (inside := {"moe_act", "shared_experts"} & {*modules}):
+        remedy = f"leave out {' and '.join(sorted(inside))}"
+        allowed = "moe without the modules inside it"
+        yield Problem("recompute-modules-nested", key, ", ".join(modules), allowed, remedy)
 
 
 def _benchmark_rows(config: Config) -> Problems:

@@ -28,6 +28,10 @@ from posttrain.config.stage import Stage
 from posttrain.document import ANY, _doc
 from posttrain.rl.algorithm.settings import Algorithm
 
+# What Megatron Core recomputes by module, but for the attention core: fused kernels keep no scores, and a core that
+# chooses keys would choose them again.
+RECOMPUTED_MODULES = ("layernorm", "mla_up_proj", "moe_act", "mlp", "shared_experts", "moe")
+
 
 @dataclass(frozen=True)
 class Source:
@@ -244,7 +248,16 @@ class Trainer:
     params_dtype: str = _doc("Precision of the trainer's weights", "bf16", choices=("bf16", "fp32"))
     max_tokens_per_gpu: int = _doc("Token budget of a micro-batch per rank (dynamic batching)", 16384, minimum=1)
     log_probs_chunk_size: int = _doc("Tokens per chunk of logits", 1024, minimum=1)
-    recompute_granularity: str = _doc("Recomputation in the backward pass", "full", choices=("full", "none"))
+    recompute_granularity: str = _doc(
+        "Recomputation in the backward pass: full: of layers; selective: of `recompute_modules`",
+        "full",
+        choices=("full", "selective", "none"),
+    )
+    recompute_modules: list[str] = _doc(
+        "Modules of every layer whose activations are dropped and computed again (recompute_granularity: selective): "
+        f"{', '.join(RECOMPUTED_MODULES)}",
+        [],
+    )
     recompute_method: str = _doc("Megatron's method of full recomputation", "uniform", choices=("uniform", "block"))
     recompute_num_layers: int = _doc("Layers per recomputed chunk", 1, minimum=1)
     attention_chunk_tokens: int = _doc("Queries of a sequence per chunk of attention scores", 512, minimum=1)

@@ -293,25 +293,29 @@ def _interleaving(config: Config) -> list[Flag]:
 def _precision_and_memory(config: Config) -> list[Flag]:
     """Return number formats and recomputation."""
     trainer, dtype = config.trainer, "trainer.params_dtype"
-    granularity = "trainer.recompute_granularity"
-    is_full = trainer.recompute_granularity == "full"
     return [
         flag("bf16", trainer.params_dtype == "bf16", dtype),
         flag("params_dtype", trainer.params_dtype, dtype),
         flag("pipeline_dtype", trainer.params_dtype, dtype),
         flag("attention_softmax_in_fp32", True, reason="the recipe"),
-        flag("recompute_granularity", "full" if is_full else None, granularity),
-        flag(
-            "recompute_method", trainer.recompute_method if is_full else None, granularity, "trainer.recompute_method"
-        ),
-        flag(
-            "recompute_num_layers",
-            trainer.recompute_num_layers if is_full else None,
-            granularity,
-            "trainer.recompute_num_layers",
-        ),
+        *_recomputation(config),
         flag("use_cpu_initialization", not _on_cuda(config), "hardware.device", reason="where weights are allocated"),
         flag("perform_initialization", False, reason="weights come from a checkpoint"),
+    ]
+
+
+def _recomputation(config: Config) -> list[Flag]:
+    """Return which layers, or modules of every layer, are computed again in the backward pass."""
+    trainer, key = config.trainer, "trainer.recompute_granularity"
+    granularity = trainer.recompute_granularity
+    is_full = granularity == "full"
+    modules = [_key(config, "recompute_modules", "trainer.recompute_modules")] if granularity == "selective" else []
+    method, layers = ("trainer.recompute_method", "trainer.recompute_num_layers")
+    return [
+        flag("recompute_granularity", None if granularity == "none" else granularity, key),
+        *modules,
+        flag("recompute_method", trainer.recompute_method if is_full else None, key, method),
+        flag("recompute_num_layers", trainer.recompute_num_layers if is_full else None, key, layers),
     ]
 
 

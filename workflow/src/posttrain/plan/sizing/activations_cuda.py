@@ -126,7 +126,7 @@ def fullest_moment(
         rows = 1 + (sum(map(len, chunks)) > 1) + (3 if len(chunks) > 1 else not is_last)
         ends = [moments.loss_forward()] if is_last else []
         return max([*(moments.layer_forward(kind, rows) for kind in kinds), *ends], key=lambda moment: moment.total)
-    if config.trainer.recompute_granularity == "none":
+    if config.trainer.recompute_granularity != "full":
         kinds = _kinds_of(config.model.architecture, (chunks[-1][-1:],))  # the others have freed what they kept by then
     most = max(map(len, chunks))
     kept, found = moments.kept(stage, chunks), [moments.layer_backward(kind, most) for kind in kinds]
@@ -207,6 +207,7 @@ class _Moments:
         is_indexer_fused: bool,
     ):
         self._arch, self._trainer, self._stages = arch, trainer, parallel.pipeline_model_parallel_size
+        self._modules = {*trainer.recompute_modules}
         cuts = (
             parallel.tensor_model_parallel_size,
             parallel.context_parallel_size,
@@ -267,11 +268,14 @@ class _Moments:
         layer, (attention, activations, dispatch) = self._kinds[kind], self._parts(kind, True)
         # Both norms' outputs, what is added to the second one's, and the gradient that came.
         first = 4 * self._thin + self._tied
-        if self._trainer.recompute_granularity == "none":
+        if self._trainer.recompute_granularity != "full":
             first -= self._saved(kind)  # it is among what is kept
         elif self._trainer.recompute_method == "uniform":
             first += (min(self._trainer.recompute_num_layers, num_layers) - 1) * self._saved(kind)
         alone = max(self._attention.choosing(layer, True), attention + self._attention.gradients(layer))
+        if "mla_up_proj" in self._modules:
+            alone += self._attention.copied(layer)
+            attention -= self._attention.dropped(layer)  # until the MLP's gradient is known
         if alone > attention + activations + dispatch:
             return Moment(first + alone)
         return Moment(first + attention + activations, dispatch)
@@ -312,11 +316,25 @@ class _Moments:
         return self._known[kind, is_backward]
 
     def _saved(self, kind: int) -> float:
-        """Return the bytes that a layer saves and does not recompute."""
+        """Return the bytes that a layer saves: all that its backward pass finds, but for modules that recompute it."""
         attention, activations, dispatch = self._parts(kind, False)
         # Rows on their way to experts and back, and what comes out of these, are read by no backward pass.
         rows = self._p * self._rows * (self._row.hidden + 3 * self._expert_width) if dispatch else 0.0
-        return attention + activations + rows + 4 * self._thin
+        return attention + activations + rows + 4 * self._thin - sum(self.dropped(kind).values())
+
+    def dropped(self, kind: int) -> dict[str, float]:
+        """Return module -> bytes of a layer that its recomputation drops, of those that are recomputed."""
+        layer, (_, activations, dispatch) = self._kinds[kind], self._parts(kind, False)
+        rows = self._p * self._rows * (self._row.hidden + 3 * self._expert_width) if dispatch else 0.0
+        of_module = {
+            "layernorm": 2 * self._thin,
+            "mla_up_proj": self._attention.dropped(layer),
+            "moe_act": self._p * self._rows * self._expert_width if dispatch else 0.0,
+            "mlp": 0.0 if dispatch else activations,
+            "shared_experts": self._inside_shared(layer),
+            "moe": activations + rows if dispatch else 0.0,
+        }
+        return {module: of_module[module] for module in sorted(self._modules)}
 
     def _inside_shared(self, layer: Layer) -> float:
         """Return what shared experts keep of their own, besides what comes out."""

@@ -87,6 +87,23 @@ class Attention:
         wider = max(0.0, key_value - 2 * output) * (row.padded + row.padded_keys)
         return self._in_blocks(layer) + latents + self._p * (wider + row.t * (output + 4 * arch.qk_rope_head_dim))
 
+    def dropped(self, layer: Layer) -> float:
+        """Return what of `kept` the up-projections make, which their recomputation drops."""
+        row, arch = self._row, self._arch
+        query, key_value, output = row.widths(layer)
+        if not arch.kv_lora_rank or self._is_unfused:
+            return 0.0
+        if self._in_latents:
+            return self._p * row.t * (query + output + row.heads() * self._key_width)
+        return 0.0 if arch.index_n_heads else self._p * (row.padded * query + row.padded_keys * (key_value - output))
+
+    def copied(self, layer: Layer) -> float:
+        """Return what exists twice while recomputed queries are given to the core's backward pass."""
+        query, key_value, output = self._row.widths(layer)
+        if self._in_latents:
+            return self._p * self._row.t * self._row.heads() * self._key_width
+        return self._p * self._row.t * (query + key_value)
+
     def _in_blocks(self, layer: Layer) -> float:
         """Return the bytes of latents, and of queries, keys, values and output in blocks, with their masks."""
         row, arch = self._row, self._arch

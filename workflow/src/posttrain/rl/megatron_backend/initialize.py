@@ -21,6 +21,7 @@ from posttrain.rl.megatron_backend.cpu import enable_cpu
 from posttrain.rl.megatron_backend.messages import read_messages_by_list
 from posttrain.rl.megatron_backend.packed_rotary import rotate_packed_rows_at_once
 from posttrain.rl.megatron_backend.plain_data import forget_control_group, open_control_group
+from posttrain.rl.megatron_backend.recomputation import mend_dropped_outputs
 
 # torch's timeout must exceed `launch.hang_timeout_seconds`, which names the late rank; torch's names none.
 MIN_COLLECTIVE_SECONDS = 1800.0
@@ -69,6 +70,7 @@ def initialize(config: Config) -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     read_messages_by_list()
     rotate_packed_rows_at_once()
+    mend_dropped_outputs()
     seconds = max(MIN_COLLECTIVE_SECONDS, 2 * config.launch.hang_timeout_seconds)
     join_ranks("gloo" if config.hardware.device == "cpu" else "nccl", timedelta(seconds=seconds))
     if config.hardware.device == "cuda":

@@ -18,6 +18,7 @@ from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_ba
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -54,6 +55,24 @@ def block_spec(config: TransformerConfig, use_transformer_engine: bool, chunk: i
     numbers = range(first, first + get_num_layers_to_build(config, chunk))
     layers = [_layer_spec(config, backend, _has_experts(config, i)) for i in numbers]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=backend.layer_norm(rms_norm=True))
+
+
+class ForgetfulMoELayer(MoELayer):
+    """Megatron's MoE layer without what its dispatcher keeps until the next pass."""
+
+    def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> torch.Tensor:
+        """Add the shared experts' output, and drop tensors that only this pass needed.
+
+        The last call of a pass, recomputed ones included. The autograd graph of routing probabilities keeps the layer's
+        recomputed input and its gradient alive: 2 GiB in GLM-5's first stage on 16 nodes.
+        """
+        whole = super().postprocess(output, shared_expert_output)
+        dispatcher = self.token_dispatcher
+        for keeper in (dispatcher, getattr(dispatcher, "_comm_manager", dispatcher)):
+            for name, value in vars(keeper).items():
+                if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                    setattr(keeper, name, None)
+        return whole
 
 
 class _Local(LocalSpecProvider):
@@ -136,7 +155,7 @@ def _dense_mlp_spec(backend: BackendSpecProvider) -> ModuleSpec:
     return ModuleSpec(module=MLP, submodules=linears)
 
 
-def _moe_spec(config: TransformerConfig, backend: BackendSpecProvider) -> ModuleSpec:
+def _moe_spec(config: TransformerConfig, backend: BackendSpecProvider) -> Callable[..., MoELayer]:
     spec = get_moe_module_spec_for_backend(
         backend=backend,
         num_experts=config.num_moe_experts,
@@ -144,4 +163,4 @@ def _moe_spec(config: TransformerConfig, backend: BackendSpecProvider) -> Module
     )
     if config.moe_router_topk == 1:
         spec.keywords["submodules"].router = OneExpertRouter
-    return spec
+    return partial(ForgetfulMoELayer, **spec.keywords)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 from megatron.core import parallel_state
@@ -18,7 +18,6 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from posttrain.config.schema import Config
@@ -109,27 +108,11 @@ def _build_chunk(config: Config, settings: TransformerConfig, number: int) -> Lo
         log_probs_chunk_size=config.trainer.log_probs_chunk_size,
         temperature=config.rollout.temperature,
     )
-    for layer in model.modules():
-        if isinstance(layer, MoELayer):
-            layer.register_forward_hook(_forget_routes)
     if config.hardware.device == "cpu":
         _fuse_gradient_accumulation(model, "gradient_accumulation_fusion")
         return model
     _fuse_gradient_accumulation(model, "fuse_wgrad_accumulation")
     return model.cuda()
-
-
-def _forget_routes(layer: MoELayer, *_: Any) -> None:
-    """Drop the routing probabilities that Megatron's dispatcher keeps until the next pass.
-
-    Their autograd graph keeps the layer's recomputed input and its gradient alive: 2 GiB in GLM-5's first stage on 16
-    nodes.
-    """
-    dispatcher = layer.token_dispatcher
-    for keeper in (dispatcher, getattr(dispatcher, "_comm_manager", dispatcher)):
-        for name, value in vars(keeper).items():
-            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
-                setattr(keeper, name, None)
 
 
 def build_policy(config: Config) -> Policy:

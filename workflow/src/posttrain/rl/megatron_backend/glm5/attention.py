@@ -11,6 +11,7 @@ and so rounds differently for each number of ranks.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,10 +22,17 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from posttrain.rl.megatron_backend.glm5.dealing import gather_dealt
 from posttrain.rl.megatron_backend.glm5.indexer import Indexer
-from posttrain.rl.megatron_backend.glm5.latent_space import latent_query_and_key, latent_values, places_in_row
+from posttrain.rl.megatron_backend.glm5.latent_space import (
+    latent_query,
+    latent_values,
+    places_in_row,
+    query_latent_and_key,
+    up_projections,
+)
 from posttrain.rl.megatron_backend.glm5.sparse_attention import attend_in_chunks
 from posttrain.rl.megatron_backend.latent_attention import LatentAttention
 from posttrain.rl.megatron_backend.packed import PackedSequences
+from posttrain.rl.megatron_backend.recomputation import DroppedOutputs
 from posttrain.rl.megatron_backend.sparse_kernels import load_kernel
 
 
@@ -144,15 +152,32 @@ class Glm5SelfAttention(LatentAttention):
         assert isinstance(packed_seq_params, PackedSequences), "sequences must be packed"
         frequencies = self._frequencies(packed_seq_params.max_seqlen_q)
         if self.core_attention.serves_latents(packed_seq_params):
-            query, key, q_latent = latent_query_and_key(self, hidden_states, packed_seq_params)
-            given = hidden_states, q_latent, packed_seq_params, frequencies
-            latents = self.core_attention.attend_to_latents(query, key, *given)
-            return self.linear_proj(latent_values(self, latents).flatten(1).unsqueeze(1))
+            return self._attend_to_latents(hidden_states, packed_seq_params, frequencies)
         query, key, value, q_latent, _ = self.get_query_key_value_tensors(
             hidden_states, packed_seq_params=packed_seq_params
         )
         context = self.core_attention(query, key, value, hidden_states, q_latent, packed_seq_params, frequencies)
+        if self.recompute_up_proj:
+            # Megatron made it with queries, keys and values.
+            self.qkv_up_checkpoint.discard_output_and_register_recompute(context)  # type: ignore[has-type]
+            self.qkv_up_checkpoint = None
         return self.linear_proj(context.unsqueeze(1))
+
+    def _attend_to_latents(
+        self, hidden_states: torch.Tensor, sequences: PackedSequences, frequencies: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        q_latent, key = query_latent_and_key(self, hidden_states, sequences)
+        # As inputs, both parts of the weight have one gradient together, as in rows that attend otherwise: Megatron
+        # reduces gradients once each has come as often as in the first update.
+        keys_up, values_up = up_projections(self)
+        queries, values = (DroppedOutputs(self.recompute_up_proj) for _ in range(2))
+        query = queries.run(partial(latent_query, self, sequences), q_latent, keys_up)
+        latents = self.core_attention.attend_to_latents(query, key, hidden_states, q_latent, sequences, frequencies)
+        queries.drop_until_gradient_of(latents)
+        value = values.run(latent_values, latents, values_up)
+        output, bias = self.linear_proj(value)
+        values.drop_until_gradient_of(output)
+        return output, bias
 
     def _frequencies(self, length: int) -> torch.Tensor:
         """Return the rotary angles [length, rope / 2] by position, scaled by YaRN if configured."""

@@ -22,10 +22,10 @@ from posttrain.rl.megatron_backend.glm5.linear import await_weight
 from posttrain.rl.megatron_backend.packed import PackedSequences
 
 
-def latent_query_and_key(
+def query_latent_and_key(
     layer: MLASelfAttention, hidden_states: torch.Tensor, sequences: PackedSequences
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the queries [T, N, R + rope], the keys [T, R + rope] and the query latent [T or T / TP, q_lora_rank].
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the query latent [T or T / TP, q_lora_rank] after its norm, and the keys [T, R + rope].
 
     Args:
         layer: Layer with Megatron's projections.
@@ -40,36 +40,46 @@ def latent_query_and_key(
     # Each rank has only its own heads' gradient, so the backward pass sums it over ranks.
     enter = gather_from_sequence_parallel_region if config.sequence_parallel else copy_to_tensor_model_parallel_region
     kv_latent, rotary_key = enter(key).split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
+    rotary_key = _rotate(layer, sequences, rotary_key.unsqueeze(1)).squeeze(1)
+    return q_latent, torch.cat([kv_latent, rotary_key], dim=-1)
+
+
+def latent_query(
+    layer: MLASelfAttention, sequences: PackedSequences, q_latent: torch.Tensor, keys_up: torch.Tensor
+) -> torch.Tensor:
+    """Return the queries [T, N, R + rope] of a query latent [T or T / TP, q_lora_rank] and W_k [N, D, R]."""
+    config = layer.config
     heads = layer.linear_q_up_proj(q_latent)[0].unflatten(-1, (-1, layer.q_head_dim))
     plain, rotary = heads.split([config.qk_head_dim, config.qk_pos_emb_head_dim], dim=-1)
-    rotary, rotary_key = _rotate(layer, sequences, rotary, rotary_key.unsqueeze(1))
-    query = torch.einsum("tnd,ndr->tnr", plain, _up_projection(layer)[:, : config.qk_head_dim])
-    return torch.cat([query, rotary], dim=-1), torch.cat([kv_latent, rotary_key.squeeze(1)], dim=-1), q_latent
+    query = torch.einsum("tnd,ndr->tnr", plain, keys_up)
+    return torch.cat([query, _rotate(layer, sequences, rotary)], dim=-1)
 
 
-def latent_values(layer: MLASelfAttention, latents: torch.Tensor) -> torch.Tensor:
-    """Return the values [T, N, D_v] of attended latents [T, N, R]."""
-    return torch.einsum("tnr,nvr->tnv", latents, _up_projection(layer)[:, layer.config.qk_head_dim :])
+def latent_values(latents: torch.Tensor, values_up: torch.Tensor) -> torch.Tensor:
+    """Return the values [T, 1, N D_v] of attended latents [T, N, R] and W_v [N, D_v, R]."""
+    return torch.einsum("tnr,nvr->tnv", latents, values_up).flatten(1).unsqueeze(1)
 
 
-def _up_projection(layer: MLASelfAttention) -> torch.Tensor:
-    """Return W_k and W_v of each head of this rank, [N, D + D_v, R]."""
+def up_projections(layer: MLASelfAttention) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return W_k [N, D, R] and W_v [N, D_v, R] of this rank's heads."""
     await_weight(layer.linear_kv_up_proj)
-    return layer.linear_kv_up_proj.weight.unflatten(0, (layer.num_attention_heads_per_partition, -1))
+    both = layer.linear_kv_up_proj.weight.unflatten(0, (layer.num_attention_heads_per_partition, -1))
+    keys_up, values_up = both.split([layer.config.qk_head_dim, both.shape[1] - layer.config.qk_head_dim], dim=1)
+    return keys_up, values_up
 
 
-def _rotate(layer: MLASelfAttention, sequences: PackedSequences, *parts: torch.Tensor) -> list[torch.Tensor]:
+def _rotate(layer: MLASelfAttention, sequences: PackedSequences, part: torch.Tensor) -> torch.Tensor:
     """Apply rotary positions to [T, n, rope], as `MLASelfAttention` does to its expanded heads."""
     rotary, scale = layer.rotary_pos_emb, 1.0
-    length = rotary.get_rotary_seq_len(None, None, parts[0], layer.config, sequences)
+    length = rotary.get_rotary_seq_len(None, None, part, layer.config, sequences)
     angles = rotary(length, packed_seq=True)
     if isinstance(rotary, YarnRotaryEmbedding):
         angles, scale = angles
     boundaries = sequences.cu_seqlens_q if sequences.cu_seqlens_q_padded is None else sequences.cu_seqlens_q_padded
     if layer.config.context_parallel_size == 1:
-        angles = angles[: len(parts[0])]
+        angles = angles[: len(part)]
     named = {"cu_seqlens": boundaries, "mscale": scale, "cp_group": layer.pg_collection.cp}
-    return [apply_rotary_pos_emb(part, angles, layer.config, mla_rotary_interleaved=True, **named) for part in parts]
+    return apply_rotary_pos_emb(part, angles, layer.config, mla_rotary_interleaved=True, **named)
 
 
 @torch.no_grad()
