@@ -20,6 +20,7 @@ from posttrain.config.fields import check_ranges, leaf_types, typed
 from posttrain.config.load import Resolved, merge
 from posttrain.errors import ConfigError, Problem
 from posttrain.plan.sizing.layout_choice import choose_layout
+from posttrain.plan.step_choice import choose_step
 from posttrain_import.expression import literal
 from posttrain_import.planned_flags import as_plain, disagreement, emitted
 from posttrain_import.row import NotHere, Row
@@ -244,7 +245,7 @@ class _Import:
             self.found.values |= {key: value for key, value in new.items() if key in _FIRST} or new
 
     def _resolve(self) -> None:
-        self.found.resolved = merge(workflow_of(self.found), self._config_dir, choose_layout)
+        self.found.resolved = merge(workflow_of(self.found), self._config_dir, choose_layout, choose_step)
         self.found.problems = ()
 
     # ---- report ----

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[4]
 pytestmark = pytest.mark.faults("slow")
 
 NO_RECOMPUTATION = {"recompute_granularity": "none"}
+SELECTIVE = {"recompute_granularity": "selective"}
 TENSOR = {"tensor_model_parallel_size": 2}
 EXPERT = {"expert_model_parallel_size": 2}
 PIPELINE = {"pipeline_model_parallel_size": 2}
@@ -29,6 +30,8 @@ CASES: dict[str, dict] = {
     "bf16_all_kept": {"ranks": 1, "trainer": {"params_dtype": "bf16", **NO_RECOMPUTATION}},
     "chunks_of_two_layers": {"ranks": 1, "trainer": {"recompute_num_layers": 2}},
     "one_layer_recomputed": {"ranks": 1, "trainer": {"recompute_method": "block"}},
+    "mlps_recomputed": {"ranks": 1, "trainer": {**SELECTIVE, "recompute_modules": ["mlp", "moe"]}},
+    "shared_experts_recomputed": {"ranks": 1, "trainer": {**SELECTIVE, "recompute_modules": ["shared_experts"]}},
     "queries_in_chunks": {"ranks": 1, "trainer": {"attention_chunk_tokens": 32, **NO_RECOMPUTATION}},
     "dense_attention": {
         "ranks": 1,

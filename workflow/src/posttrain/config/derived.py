@@ -71,6 +71,16 @@ def recomputable_modules(config: Config) -> tuple[str, ...]:
     return tuple(module for module in RECOMPUTED_MODULES if has[module])
 
 
+def recomputed_share(config: Config) -> float:
+    """Return the share of the largest stage's layers that are computed again in full."""
+    trainer, chunks = config.trainer, config.parallel.virtual_pipeline_model_parallel_size
+    if trainer.recompute_granularity != "full":
+        return 0.0
+    if trainer.recompute_method == "uniform":
+        return 1.0
+    return min(trainer.recompute_num_layers * chunks / max(layers_per_stage(config)), 1.0)
+
+
 def uses_engines(config: Config) -> bool:
     """Return whether the training job has engines; SFT needs none."""
     return config.training.objective == "rl"

@@ -104,14 +104,19 @@ class Chosen:
 ChooseLayout = Callable[[schema.Config, Mapping[str, str]], Chosen]
 
 
-def merge(workflow: Mapping[str, Any], config_dir: Path, choose_layout: ChooseLayout | None = None) -> Resolved:
+def merge(
+    workflow: Mapping[str, Any],
+    config_dir: Path,
+    choose_layout: ChooseLayout | None = None,
+    choose_step: ChooseLayout | None = None,
+) -> Resolved:
     """Merge the layers named by a workflow configuration and check the result as a whole.
 
     Args:
         workflow: `config/workflow.yaml` with the user's `--configfile` and `--config` on top (`config.request`).
         config_dir: The folder `config/`.
-        choose_layout: Chooses the layout if `config/nodes` has no recipe for this model and node count; None keeps
-            the schema's.
+        choose_layout: Chooses the layout if `config/nodes` has no recipe; None keeps the schema's.
+        choose_step: Chooses what is `auto`, after the layout; None leaves it.
 
     Raises:
         ConfigError: Contains all problems: unknown keys (with the nearest known one), wrong types, values out of
@@ -122,8 +127,9 @@ def merge(workflow: Mapping[str, Any], config_dir: Path, choose_layout: ChooseLa
     merger, has_recipe = _with_layers(request, config_dir)
     if choose_layout and not has_recipe:
         merger.add_chosen(choose_layout)
-    config = merger.finish()
-    config = filled_in(config, merger.origins)
+    if choose_step and not merger.refusals:
+        merger.add_chosen(choose_step)
+    config = filled_in(merger.finish(), merger.origins)
     fork, algorithm = str(names.get("fork") or ""), algorithm_name(config, merger.presets)
     run = str(names.get("run") or run_name(config, fork))
     return Resolved(config, dict(merger.origins), run, fork, algorithm, dict(workflow))
@@ -240,7 +246,7 @@ class _Merger:
         self._types = leaf_types(schema.Config)
         self._files: dict[str, dict[Any, Any]] = {}
         self._lacks_a_layer = False
-        self._refusals: list[Problem] = []
+        self.refusals: list[Problem] = []
         self.origins: dict[str, str] = {}
         self.problems: list[Problem] = []
 
@@ -289,7 +295,7 @@ class _Merger:
         chosen = choose_layout(self._typed_config(), dict(self.origins))
         for key, value in chosen.values.items():
             self.add_value(key, value, PLANNER)
-        self._refusals += chosen.problems
+        self.refusals += chosen.problems
 
     def add_file(self, name: str) -> None:
         """Add a YAML file as a layer."""
@@ -368,7 +374,7 @@ class _Merger:
     def finish(self) -> schema.Config:
         """Return the typed configuration, or raise an error with all problems."""
         config = self._typed_config()
-        raise_if_any([*self._refusals, *check_consistency(config)])
+        raise_if_any([*self.refusals, *check_consistency(config)])
         return config
 
     def _typed_config(self) -> schema.Config:

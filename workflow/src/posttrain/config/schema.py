@@ -249,9 +249,10 @@ class Trainer:
     max_tokens_per_gpu: int = _doc("Token budget of a micro-batch per rank (dynamic batching)", 16384, minimum=1)
     log_probs_chunk_size: int = _doc("Tokens per chunk of logits", 1024, minimum=1)
     recompute_granularity: str = _doc(
-        "Recomputation in the backward pass: full: of layers; selective: of `recompute_modules`",
+        "Recomputation in the backward pass: full: of layers; selective: of `recompute_modules`; auto: the planner "
+        "chooses it, with the optimizer's offload, context parallelism and chunks where these are not given",
         "full",
-        choices=("full", "selective", "none"),
+        choices=("auto", "full", "selective", "none"),
     )
     recompute_modules: list[str] = _doc(
         "Modules of every layer whose activations are dropped and computed again (recompute_granularity: selective): "

@@ -13,6 +13,7 @@ from typing import Any
 from posttrain.config.legacy_runs import as_begun
 from posttrain.config.load import Resolved, merge
 from posttrain.plan.sizing.layout_choice import choose_layout
+from posttrain.plan.step_choice import choose_step
 from posttrain.store.source_run import with_pinned_source
 
 
@@ -28,4 +29,4 @@ def resolve(workflow: Mapping[str, Any], config_dir: Path) -> Resolved:
     Raises:
         ConfigError: Lists every problem; see `config.load.merge`, and `store.source_run`.
     """
-    return as_begun(with_pinned_source(merge(workflow, config_dir, choose_layout)))
+    return as_begun(with_pinned_source(merge(workflow, config_dir, choose_layout, choose_step)))

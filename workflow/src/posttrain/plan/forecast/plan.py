@@ -43,6 +43,7 @@ from posttrain.plan.sizing.model_size import (
 )
 from posttrain.plan.sizing.node_copy import node_copies
 from posttrain.plan.sizing.untracked_memory import uncertainty_gib, untracked_terms
+from posttrain.plan.step_choice import step_choice_part
 from posttrain.plan.timing import duration
 from posttrain.plan.timing.decoding import DecodingGpus
 from posttrain.plan.timing.serving_load import SHOWN_CONCURRENCIES, is_predicted, predict_serving
@@ -73,7 +74,7 @@ def build_plan(resolved: Resolved, jobs_at_once: int | None = None) -> dict[str,
     needs = RuleNeeds(config, jobs_at_once=jobs_at_once, is_fork=bool(resolved.fork))
     needed = needs.storage
     served, phases = engine.engine_memory(config), phase_memory(config)
-    layouts = propose_layouts(config)
+    layouts, split = propose_layouts(config), split_part(config)
     return {
         "run": resolved.run,
         "algorithm": resolved.algorithm,
@@ -96,12 +97,13 @@ def build_plan(resolved: Resolved, jobs_at_once: int | None = None) -> dict[str,
         "durations_seconds": needs.seconds,
         "jobs_at_once": jobs_at_once,
         "step": step_part(config, needs.seconds),
+        "step_choice": step_choice_part(config, resolved.origins),
         "why_no_step": why_no_step(config),
         "speculation": speculation_part(config, needs.rates.shared_storage),
         "goodput": plan_goodput.goodput_part(config, needed, needs.rates, needs.seconds),
         "assumptions": dataclasses.asdict(ASSUMPTIONS),
-        "best_split": split_part(config),
-        "why_no_split": why_no_split(config),
+        "best_split": split,
+        "why_no_split": why_no_split(config, split),
         "splits": splits_part(config, needs.rates.shared_storage),
         "bandwidths_assumed_bytes_per_second": dataclasses.asdict(needs.rates),
         "rules": needs.plan_part(

@@ -31,6 +31,7 @@ def print_plan(plan: Mapping[str, Any]) -> None:
     parts += [
         (_step, plan["step"]),
         (_speculation, plan["speculation"]),
+        (_step_choice, plan["step_choice"] or None),
         (_splits, plan["splits"] or None),
         (_failures, plan["goodput"]),
         (_rules, plan),
@@ -163,6 +164,19 @@ def _step(step: Mapping[str, Any]) -> Table:
     idle = f"an average GPU waits for {format_percent(step['idle_share'])} of it"
     title = f"a step takes {format_seconds(step['seconds'])}; {idle}; {reached}"
     return _table(("phase", ">once", ">per step", ">share", ""), rows, title)
+
+
+def _step_choice(candidates: Sequence[Mapping[str, Any]]) -> Table:
+    def row(candidate: Mapping[str, Any]) -> tuple[str, ...]:
+        sizes = (candidate["context_parallel_size"], candidate["virtual_pipeline_model_parallel_size"])
+        where = "host" if candidate["optimizer_cpu_offload"] else "GPU"
+        free = (where, *map(str, sizes), format_seconds(candidate["seconds"]), f"{candidate['peak_gib']:.4g}")
+        verdict = "chosen" if candidate["is_chosen"] else _verdict(candidate)
+        return candidate["recomputation"], *free, verdict
+
+    columns = ("recomputed", "optimizer", ">CP", ">VPP", ">seconds", ">GiB", "")
+    title = "log-probabilities and training: the plainest that fits, of those within 1 % of the fastest"
+    return _table(columns, map(row, candidates), title)
 
 
 def _speculation(speculation: Mapping[str, Any]) -> Table:

@@ -19,7 +19,6 @@ from posttrain.plan.timing.rollout_of_step import (
 )
 from posttrain.plan.timing.step_time import (
     IN_EVERY_STEP,
-    best_split,
     idle_of_step,
     update_causes,
     update_mfu,
@@ -92,13 +91,18 @@ def why_no_step(config: Config) -> str | None:
     )
 
 
-def why_no_split(config: Config) -> str | None:
-    """Return why trainer and engines cannot have nodes of their own; None where a split is planned."""
+def why_no_split(config: Config, split: Mapping[str, float] | None) -> str | None:
+    """Return why trainer and engines cannot have nodes of their own; None where a split is planned.
+
+    Args:
+        config: The resolved configuration.
+        split: `split_part` of it.
+    """
     if config.hardware.device == "cpu":
         return "no step time is planned without GPUs"
     if not uses_engines(config):
         return "responses are given, so that there are no engines"
-    if best_split(config) is not None:
+    if split is not None:
         return None
     if config.nodes == 1:
         return "one node cannot be split"

@@ -16,10 +16,11 @@ A layer without recomputation keeps, by the autograd of `rl/megatron_backend/glm
     router                      scores 4 E, chosen 8 K, probabilities 4 K and their sum 4; map E, 4 E, order 8 K     s
     experts, per routed row     p H, 4, gate and up 2 F, silu F, up F, before the probability F, product F          s K
 
-With full recomputation a chunk of layers keeps its input alone, p H s, and is computed again in the backward pass: one
-chunk's tensors then exist at a time. In a pipeline, stage i of PP holds PP - i micro-batches (1F1B). Where stages of v
-chunks interleave, it holds 2 (PP - i - 1) + (v - 1) PP + 1 of a chunk: on the first stage 1 + (PP - 1) / (PP v) times
-what it holds without.
+Of recomputed modules MLPs, experts and MoE layers keep nothing but their input, and exist one layer's at a time; what
+norms and up-projections free is left out here. With full recomputation a chunk of layers keeps its input alone, p H s,
+and is computed again in the backward pass: one chunk's tensors then exist at a time. In a pipeline, stage i of PP holds
+PP - i micro-batches (1F1B). Where stages of v chunks interleave, it holds 2 (PP - i - 1) + (v - 1) PP + 1 of a chunk:
+on the first stage 1 + (PP - 1) / (PP v) times what it holds without.
 NVIDIA's GPUs have a table of their own, `activations_cuda`.
 
 Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models (arXiv 2205.05198), sections
@@ -113,13 +114,14 @@ def stage_activations(
     row = _row(config, batch, assumptions.expert_imbalance)
     saved = [saved_bytes(config, layers, batch, assumptions.expert_imbalance) for layers in chunks]
     recomputed = config.trainer.recompute_num_layers if config.trainer.recompute_method == "uniform" else 1
-    is_recomputed = config.trainer.recompute_granularity == "full"
     largest = max(sum(sorted(map(row.layer, layers))[-recomputed:]) for layers in chunks)
+    if config.trainer.recompute_granularity != "full":
+        largest = max(map(row.dropped, chain(*chunks)))
     gradient = row.p * max(largest_weights(config, stage))
     routes = any(row.is_moe(index) for index in chain(*chunks))
     return Activations(
         saved=most_in_flight(saved, stages, stage),
-        working=(largest if is_recomputed else 0) + row.selection_chunk() + gradient,
+        working=largest + row.selection_chunk() + gradient,
         dispatch=row.dispatch() if routes else 0,
         logprobs=row.logprob_chunk() if stage == stages - 1 else 0,
     )
@@ -169,7 +171,7 @@ def saved_bytes(config: Config, layers: range, batch: MicroBatch, expert_imbalan
     elif trainer.recompute_granularity == "full":
         inputs, whole = min(trainer.recompute_num_layers, len(layers)), list(layers)[trainer.recompute_num_layers :]
     places = INT64 * row.t if whole else 0
-    saved = inputs * row.s * row.p * row.hidden + sum(row.layer(index) for index in whole) + places
+    saved = inputs * row.s * row.p * row.hidden + sum(row.layer(index) - row.dropped(index) for index in whole) + places
     saved += row.shared_choice() * sum(chooses_keys(config.model.architecture, index) for index in layers)
     saved += row.first_edge() if layers.start == 0 else 0
     return int(saved + (row.last_edge() if layers.stop == config.model.architecture.num_hidden_layers else 0))
@@ -230,6 +232,14 @@ class Row:
             norm_and_input = self.s * (self._norm(self.hidden) + self.p * self.hidden)
             self._known[kind] = self._attention(weights) + norm_and_input + feed_forward
         return self._known[kind]
+
+    def dropped(self, index: int) -> float:
+        """Return the bytes of a layer that the recomputation of its modules frees."""
+        weights, modules = self._kinds[self._kind_of[index]], self._trainer.recompute_modules
+        if has_experts(weights):
+            shared = self._mlp(weights, "shared_experts") if "shared_experts" in modules else 0.0
+            return self._experts(weights) if "moe" in modules else shared
+        return self._mlp(weights, "dense_mlp") if "mlp" in modules else 0.0
 
     def first_edge(self) -> float:
         """Return what the embedding keeps: token ids, and which of them another rank holds."""

@@ -99,9 +99,9 @@ class Attention:
 
     def copied(self, layer: Layer) -> float:
         """Return what exists twice while recomputed queries are given to the core's backward pass."""
-        query, key_value, output = self._row.widths(layer)
         if self._in_latents:
             return self._p * self._row.t * self._row.heads() * self._key_width
+        query, key_value, _ = self._row.widths(layer)
         return self._p * self._row.t * (query + key_value)
 
     def _in_blocks(self, layer: Layer) -> float:

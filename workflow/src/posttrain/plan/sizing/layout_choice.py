@@ -40,6 +40,8 @@ def choose_layout(config: Config, origins: Mapping[str, str]) -> Chosen:
     """
     if config.engine.own_nodes >= config.nodes:
         return Chosen({})  # a rule refuses it
+    if config.trainer.recompute_granularity == "auto":  # what a layout makes room for is chosen behind it
+        config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, recompute_granularity="full"))
     engine = choose_engine(config) if not any(key in origins for key in ENGINE_KEYS) else {}
     if world_size(config) == 1:
         return Chosen(engine)

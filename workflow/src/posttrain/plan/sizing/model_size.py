@@ -62,12 +62,12 @@ class Weight:
         """Number of elements of all tensors."""
         return math.prod(self.shape) * self.count
 
-    @property
+    @cached_property
     def bf16_bytes(self) -> int:
         """Size in a BF16 checkpoint."""
         return self.num_elements * (4 if self.is_buffer else 2)
 
-    @property
+    @cached_property
     def fp8_bytes(self) -> int:
         """Size in an FP8 checkpoint: a byte per code, an FP32 scale per block; the rest stays BF16."""
         if not self.fp8:
@@ -76,7 +76,7 @@ class Weight:
         blocks = math.ceil(rows / FP8_BLOCK) * math.ceil(columns / FP8_BLOCK)
         return (rows * columns + 4 * blocks) * self.count
 
-    @property
+    @cached_property
     def nvfp4_bytes(self) -> int:
         """Size in an NVFP4 checkpoint as exported by Model Optimizer; only routed experts are quantised.
 
@@ -91,7 +91,9 @@ class Weight:
         """Size in a checkpoint with the given precision: "fp32", "bf16", "fp8" or "nvfp4"."""
         if precision == "fp32":
             return self.num_elements * 4
-        return {"bf16": self.bf16_bytes, "fp8": self.fp8_bytes, "nvfp4": self.nvfp4_bytes}[precision]
+        if precision == "fp8":
+            return self.fp8_bytes
+        return self.nvfp4_bytes if precision == "nvfp4" else self.bf16_bytes
 
 
 def layer_weights(arch: Architecture, layer: int, is_moe: bool) -> tuple[Weight, ...]:

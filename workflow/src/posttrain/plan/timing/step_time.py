@@ -27,6 +27,7 @@ from posttrain.config.derived import (
     layers_per_stage,
     num_updates_per_step,
     prefill_gpus,
+    recomputed_share,
     trainer_nodes,
     uses_engines,
     weight_transport,
@@ -117,6 +118,12 @@ def update_causes(config: Config) -> dict[str, float]:
     causes = train_causes(trainer_of(config), work.num_samples, work.mean_tokens)
     causes["optimizer"] = num_updates_per_step(config) * optimizer_seconds(config)
     return dict(sorted(causes.items(), key=lambda item: -item[1]))
+
+
+def training_seconds(config: Config) -> float:
+    """Return how long a step's log-probabilities and training take."""
+    logprobs = _share_of_old_pass(config) * logprob_seconds(trainer_of(config), workload(config))
+    return sum(update_causes(config).values()) + logprobs
 
 
 def update_mfu(config: Config) -> float:
@@ -210,7 +217,8 @@ def _trainer(config: Config, num_gpus: int, stages: tuple[int, ...], parallel: P
         num_updates=updates,
         kernel=SPARSE_KERNELS.get(sparse_kernel(config).name) if work.mean_tokens > topk else None,
         is_indexer_fused=indexer_kernel(config).name == FUSED,
-        recompute=config.trainer.recompute_granularity == "full",
+        recompute=recomputed_share(config),
+        recompute_modules=tuple(config.trainer.recompute_modules),
         fitted=FITTED,
     )
     budget = config.trainer.max_tokens_per_gpu * trainer.context
@@ -279,7 +287,7 @@ def best_split(config: Config, fits: Callable[[int], bool] | None = None) -> Spl
 def split_part(config: Config) -> dict[str, float] | None:
     """Return the best split as it stands in `plan.json`; nothing without GPUs, engines or a split."""
     split = best_split(config) if config.hardware.device == "cuda" and uses_engines(config) else None
-    return None if split is None else _rounded({**dataclasses.asdict(split), "step_seconds": split.step_seconds})
+    return split and _rounded({**dataclasses.asdict(split), "step_seconds": split.step_seconds})
 
 
 def _split(config: Config, train_nodes: int) -> Split | None:

@@ -15,8 +15,8 @@ A pipeline is as slow as its slowest stage. For one layer of average and one mic
     EP           tokens to their experts and back
     imbalance    experts and EP of the busiest rank, over those of an average one
 
-each in the forward pass, again with full recomputation (a cause of its own), and in the backward pass: matrices and
-experts twice, or once where only adapters are trained; the indexer never, it is frozen. Then, for a stage,
+each in the forward pass, what is recomputed once more (a cause of its own, see `_again`), and in the backward pass:
+matrices and experts twice, or once where only adapters are trained; the indexer never, it is frozen. Then, for a stage,
 
     output       the output matrix with its log-probabilities, where the last stage is the slowest
     pipeline     messages to the next stage; and idle: (PP - 1) / v of a stage's time per update
@@ -33,6 +33,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from posttrain.config.families import num_indexers
 from posttrain.config.schema import Architecture, Hardware
@@ -75,7 +76,8 @@ class Trainer:
         expert: Ranks that share the experts.
         num_micro_batches: Of a pipeline per update.
         num_updates: Per step.
-        recompute: Full recomputation.
+        recompute: Share of the layers that are computed again in full.
+        recompute_modules: Modules of every layer that are computed again (`trainer.recompute_modules`).
         kernel: Of attention, one of `attainable.ATTENTION_TFLOPS`; None: torch's.
         is_indexer_fused: Keys are chosen by kernels in BF16; else in torch, in FP32.
         trains_all: False: only adapters, which cost nothing here.
@@ -94,7 +96,8 @@ class Trainer:
     expert: int = 1
     num_micro_batches: int = 1
     num_updates: int = 1
-    recompute: bool = True
+    recompute: float = 1.0
+    recompute_modules: tuple[str, ...] = ()
     kernel: str | None = None
     is_indexer_fused: bool = False
     trains_all: bool = True
@@ -129,8 +132,8 @@ def train_causes(trainer: Trainer, num_samples: int, mean_tokens: float) -> dict
     tokens = _row_tokens(trainer, num_samples, mean_tokens)
     forward, backward = _layer(trainer, tokens, mean_tokens), _layer(trainer, tokens, mean_tokens, is_backward=True)
     layer = {cause: forward.get(cause, 0.0) + backward.get(cause, 0.0) for cause in forward | backward}
-    if trainer.recompute:
-        layer["recomputation"] = sum(forward.values())
+    if again := _again(trainer, forward, tokens / trainer.context):
+        layer["recomputation"] = again
     return _step(trainer, layer, _output(trainer, tokens, passes=3), tokens, backward)
 
 
@@ -200,6 +203,43 @@ def _layer(trainer: Trainer, tokens: float, length: float, is_backward: bool = F
     launched = KERNELS[is_backward] * attainable.LAUNCH_SECONDS
     causes["launches"] = max(launched - sum(causes.values()), 0.0)
     return causes
+
+
+def _again(trainer: Trainer, forward: dict[str, float], on_rank: float) -> float:
+    """Return the seconds of what is computed again, of a layer of average.
+
+    Norms pass the hidden state four times. Queries, keys and values are projected from latents, rotated, laid out and
+    copied to where they were. An activation passes its input and output. Half of the TP collectives are the MLP's.
+    """
+    arch, shared = trainer.arch, on_rank / trainer.tensor
+    heads, moved = arch.num_attention_heads, P * shared / attainable.memory(trainer.hardware)
+    elements = _module_elements(arch)
+    matrices = {name: 2 * shared * size / attainable.gemm(trainer.hardware) for name, size in elements.items()}
+    gathered = forward["TP collectives"] / 2
+    inside = 5 * arch.n_shared_experts * arch.moe_intermediate_size * moved
+    latents = arch.kv_lora_rank + arch.qk_rope_head_dim
+    routed = sum(forward.get(name, 0.0) for name in ("experts", "EP dispatch", "imbalance of experts"))
+    seconds = {
+        "layernorm": 4 * arch.hidden_size * moved,
+        "mla_up_proj": matrices["mla_up_proj"] + heads * (4 * (head_widths(arch) + latents)) * moved,
+        "moe_act": 3 * arch.num_experts_per_tok * arch.moe_intermediate_size * moved,
+        "mlp": matrices["dense_mlp"] + gathered * (arch.first_k_dense_replace / arch.num_hidden_layers),
+        "shared_experts": matrices["shared_experts"] + inside + gathered,
+        "moe": routed + matrices["shared_experts"] + inside + gathered,
+    }
+    modules = sum(seconds[module] for module in trainer.recompute_modules)
+    return trainer.recompute * sum(forward.values()) + modules
+
+
+@functools.cache
+def _module_elements(arch: Architecture) -> dict[str, float]:
+    """Return the matrices' elements by module of a layer of average."""
+    sums: Counter[str] = Counter(dense_mlp=0, shared_experts=0)
+    for weight in chain(*decoder_weights(arch)):
+        sums[weight.component] += weight.num_elements
+    width, query = arch.qk_nope_head_dim + arch.v_head_dim, arch.qk_nope_head_dim + arch.qk_rope_head_dim
+    up = arch.num_attention_heads * (query * arch.q_lora_rank + width * arch.kv_lora_rank)
+    return {"mla_up_proj": up, **{name: size / arch.num_hidden_layers for name, size in sums.items()}}
 
 
 def _attention(trainer: Trainer, on_rank: float, length: float) -> tuple[tuple[float, float], float]:
