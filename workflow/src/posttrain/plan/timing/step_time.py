@@ -266,15 +266,11 @@ def best_split(config: Config, fits: Callable[[int], bool] | None = None) -> Spl
     """Return the split of the nodes with the shortest step, when trainer and engines have nodes of their own.
 
     Engines keep their size, and those that only prefill their number; the trainer is taken without a pipeline, because
-    its layout for fewer nodes is a choice of its own.
+    its layout for fewer nodes is a choice of its own. None where no split leaves both enough.
 
     Args:
         config: The resolved configuration.
-        fits: Tells whether the trainer fits on so many nodes; by default, whether weights, gradients and optimizer
-            state fit into their GPUs' memory together.
-
-    Returns:
-        None where no split leaves both enough.
+        fits: Whether the trainer fits on so many nodes; by default, whether its state fits into their GPUs together.
     """
     fits = fits or (lambda nodes: state_fits(config, nodes))
     return min(
