@@ -283,7 +283,7 @@ def best_split(config: Config, fits: Callable[[int], bool] | None = None) -> Spl
 def split_part(config: Config) -> dict[str, float] | None:
     """Return the best split as it stands in `plan.json`; nothing without GPUs, engines or a split."""
     split = best_split(config) if config.hardware.device == "cuda" and uses_engines(config) else None
-    return split and _rounded({**dataclasses.asdict(split), "step_seconds": split.step_seconds})
+    return None if split is None else _rounded({**dataclasses.asdict(split), "step_seconds": split.step_seconds})
 
 
 def _split(config: Config, train_nodes: int) -> Split | None:
