@@ -31,7 +31,7 @@ def test_glm5_computes_modules_again_and_has_the_optimizers_state_on_the_host(gl
     assert "moe" in trainer.recompute_modules
     assert glm5.origins["trainer.recompute_modules"] == "planner"
     plain = resolve({"site": "local", "model": "glm5", "nodes": 16, "recipe": "production"}, CONFIG).config
-    assert training_seconds(glm5.config) < 0.8 * training_seconds(plain)
+    assert training_seconds(glm5.config) < 0.95 * training_seconds(plain)
 
 
 def test_the_table_has_the_chosen_one_and_what_is_done_without_a_search(glm5) -> None:

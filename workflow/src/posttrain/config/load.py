@@ -119,16 +119,13 @@ def merge(
         choose_step: Chooses what is `auto`, after the layout; None leaves it.
 
     Raises:
-        ConfigError: Contains all problems: unknown keys (with the nearest known one), wrong types, values out of
-            range, and violated rules between keys.
+        ConfigError: All problems: unknown keys, wrong types, values out of range, violated rules between keys.
     """
     request = parse_request(workflow)
-    names = request.names
-    merger, has_recipe = _with_layers(request, config_dir)
-    if choose_layout and not has_recipe:
-        merger.add_chosen(choose_layout)
-    if choose_step and not merger.refusals:
-        merger.add_chosen(choose_step)
+    names, (merger, has_recipe) = request.names, _with_layers(request, config_dir)
+    for choose in (None if has_recipe else choose_layout, choose_step):
+        if choose and not merger.refusals:
+            merger.add_chosen(choose)
     config = filled_in(merger.finish(), merger.origins)
     fork, algorithm = str(names.get("fork") or ""), algorithm_name(config, merger.presets)
     run = str(names.get("run") or run_name(config, fork))
