@@ -126,10 +126,9 @@ def merge(
     for choose in (None if has_recipe else choose_layout, choose_step):
         if choose and not merger.refusals:
             merger.add_chosen(choose)
-    config = filled_in(merger.finish(), merger.origins)
-    fork, algorithm = str(names.get("fork") or ""), algorithm_name(config, merger.presets)
-    run = str(names.get("run") or run_name(config, fork))
-    return Resolved(config, dict(merger.origins), run, fork, algorithm, dict(workflow))
+    config, fork = filled_in(merger.finish(), merger.origins), str(names.get("fork") or "")
+    run, origins = str(names.get("run") or run_name(config, fork)), dict(merger.origins)
+    return Resolved(config, origins, run, fork, algorithm_name(config, merger.presets), dict(workflow))
 
 
 def _with_layers(request: Request, config_dir: Path, takes_recipe: bool = True) -> tuple[_Merger, bool]:
