@@ -72,7 +72,7 @@ def test_a_layout_that_does_not_fit_is_a_problem_with_its_numbers(plan_of, resol
     assert "does not fit" in render_plan(plan, resolved("glm5", set=too_large))
     keys = [problem["key"] for problem in plan["problems"]]
     assert keys == ["parallel", "engine.gpus_per_engine"]
-    assert all(set(problem) == {"key", "value", "allowed", "remedy"} for problem in plan["problems"])
+    assert all(set(problem) == {"code", "key", "value", "allowed", "remedy"} for problem in plan["problems"])
     assert "140.4 GiB" in plan["problems"][0]["allowed"]
 
 

@@ -126,10 +126,10 @@ def test_a_missing_key_of_wandb_is_told_before_the_first_job(monkeypatch: pytest
             {
                 "model": "glm5",
                 "site": SLURM,
-                "set": "hardware.memory_gib_per_gpu=130 rollout.max_prompt_tokens=16000 "
+                "set": "hardware.memory_gib_per_gpu=126 rollout.max_prompt_tokens=16000 "
                 "rollout.max_response_tokens=32000",
             },
-            "set='hardware.memory_gib_per_gpu=130 rollout.max_prompt_tokens=16000 rollout.max_response_tokens=16000'",
+            "set='hardware.memory_gib_per_gpu=126 rollout.max_prompt_tokens=16000 rollout.max_response_tokens=16000'",
         ),
         ({"model": "glm5_4layer", "site": "local"}, "set='model.source.revision=COMMIT'"),
         (
@@ -145,7 +145,7 @@ def test_the_nearest_that_can_be_trained(workflow: dict[str, str], expected: str
 
 def test_the_nearest_can_be_trained() -> None:
     """Whoever types it is not refused again."""
-    small = "hardware.memory_gib_per_gpu=130 rollout.max_prompt_tokens=16000 rollout.max_response_tokens=32000"
+    small = "hardware.memory_gib_per_gpu=126 rollout.max_prompt_tokens=16000 rollout.max_response_tokens=32000"
     words = nearest(model="glm5", site=SLURM, set=small)
     config = resolve({"model": "glm5", "site": SLURM, "set": words.removeprefix("set='")[:-1]}, CONFIG_DIR).config
     assert [*check_trainable(config), *find_problems(config)] == []
