@@ -174,7 +174,7 @@ def test_what_is_in_flight_between_chunks_by_hand():
 
 def test_keys_being_chosen_are_the_fullest_moment_of_a_long_rows_forward_pass():
     """GLM-5, TP4 CP2, in the latents' space: 20,480 queries of this rank, 16 heads of 512 + 64, 32 of the indexer."""
-    config = config_of("glm5", 16, set="trainer.attention_chunk_tokens=2048")
+    config = config_of("glm5", 16, set="trainer.attention_chunk_tokens=2048 trainer.indexer_kernel=torch")
     batch = MicroBatch(40960, 1, 40960)
     scored = config.trainer.attention_chunk_tokens * 40960 // 4
     dealt = 5120 * (32 * (2 * 128 + 4) + 4 * 2048)

@@ -26,6 +26,15 @@ def attention_of(
     return Attention(architecture, row, BATCH.longest, has_kernel), layer_kinds(architecture)[0][-1]
 
 
+def test_kernels_that_choose_keys_hold_their_scores(resolved) -> None:
+    """Four bytes a pair, of four chunks of 16 queries; torch holds two numbers a head, and 5 bytes."""
+    in_torch, layer = attention_of(resolved, "tiny", "bf16", index_topk=32)
+    arch, row = in_torch._arch, in_torch._row
+    fused = Attention(arch, row, BATCH.longest, False, is_indexer_fused=True)
+    saved = 8 * arch.index_n_heads + 5 - 4 * 4
+    assert in_torch.choosing(layer, False) - fused.choosing(layer, False) == saved * row.scored_pairs() > 0
+
+
 def test_grouped_queries(resolved) -> None:
     """Qwen3-4B over TP4: 8 of 32 heads of 128, 2 of 8 of keys and of values; queries and keys have norms."""
     attention, layer = attention_of(resolved, "qwen3_4b", "bf16", (4, 1, 1))
