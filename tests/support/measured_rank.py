@@ -60,6 +60,7 @@ def measure(config: Config) -> dict[str, object]:
     os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
     initialize(config)
     policy = build_policy(config)
+    _accumulate_gradients_apart(policy)
     generator = torch.Generator().manual_seed(1)
     for parameter in policy.parameters():
         parameter.data.normal_(0, 0.05, generator=generator)
@@ -85,6 +86,14 @@ def measure(config: Config) -> dict[str, object]:
     }
     shut_down()
     return result
+
+
+def _accumulate_gradients_apart(policy) -> None:
+    """Switch fused gradient accumulation off: tensors saved with hooks lose the attributes of a weight that it needs."""
+    for chunk in policy.chunks:
+        for module in chunk.modules():
+            if hasattr(module, "gradient_accumulation_fusion"):
+                module.gradient_accumulation_fusion = False
 
 
 class _SavedTensors:

@@ -184,7 +184,7 @@ def test_the_best_layout_that_fits_is_the_first_of_all(resolved, model, more):
 
 def test_the_best_layout_may_have_little_room_or_there_is_none(resolved):
     config = resolved("glm5", nodes=24, set="engine.own_nodes=8").config
-    tight = dataclasses.replace(config.hardware, memory_gib_per_gpu=122.0)
+    tight = dataclasses.replace(config.hardware, memory_gib_per_gpu=120.0)
     config = dataclasses.replace(config, hardware=tight)
     assert not propose_layouts(config)[0].has_headroom
     assert best_fitting_layout(config) == propose_layouts(config)[0]

@@ -65,7 +65,7 @@ def test_too_few_gpus_are_refused_with_the_nearest_that_fit():
     assert list(problems) == ["nodes"]
     assert problems["nodes"].code == "trainer-exceeds-memory"
     assert "140.4 GiB" in problems["nodes"].allowed
-    assert problems["nodes"].remedy == "nearest that fit: nodes=16; trainer.optimizer_cpu_offload=true"
+    assert problems["nodes"].remedy == "nearest that fit: nodes=14; trainer.optimizer_cpu_offload=true"
     resolve({"model": "glm5", "site": "local", "nodes": 8, "set": "trainer.optimizer_cpu_offload=true"}, CONFIG_DIR)
 
 
