@@ -89,7 +89,7 @@ def measure(config: Config) -> dict[str, object]:
 
 
 def _accumulate_gradients_apart(policy) -> None:
-    """Switch fused gradient accumulation off: tensors saved with hooks lose the attributes of a weight that it needs."""
+    """Switch off fused gradient accumulation, which needs attributes of weights that hooks on saved tensors lose."""
     for chunk in policy.chunks:
         for module in chunk.modules():
             if hasattr(module, "gradient_accumulation_fusion"):
