@@ -25,8 +25,11 @@ KERNELS_OF_A_CPU = {
 
 def layer_flops(layer: torch.nn.Module, hidden_size: int, length: int) -> int:
     """Return the operations of a layer's forward and backward pass on one sequence."""
+    from tests.support.megatron_single import accumulate_gradients_apart
+
     from posttrain.rl.megatron_backend.packed import PackedSequences
 
+    accumulate_gradients_apart(layer)
     row = PackedSequences.from_boundaries(torch.tensor([0, length]).int())
     x = torch.randn(length, 1, hidden_size, generator=torch.Generator().manual_seed(length), requires_grad=True)
     with FlopCounterMode(display=False, custom_mapping=KERNELS_OF_A_CPU) as counter:

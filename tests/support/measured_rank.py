@@ -49,6 +49,7 @@ def measure(config: Config) -> dict[str, object]:
     """Return the bytes that this rank holds after one update, and its place in the layout."""
     from megatron.core import parallel_state
     from tests.support.megatron_layouts import make_groups, optimizer_tensors
+    from tests.support.megatron_single import accumulate_gradients_apart
 
     from posttrain.rl.algorithm.policy_gradient import PolicyGradient
     from posttrain.rl.megatron_backend import train_step
@@ -60,7 +61,8 @@ def measure(config: Config) -> dict[str, object]:
     os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
     initialize(config)
     policy = build_policy(config)
-    _accumulate_gradients_apart(policy)
+    for chunk in policy.chunks:
+        accumulate_gradients_apart(chunk)
     generator = torch.Generator().manual_seed(1)
     for parameter in policy.parameters():
         parameter.data.normal_(0, 0.05, generator=generator)
@@ -86,14 +88,6 @@ def measure(config: Config) -> dict[str, object]:
     }
     shut_down()
     return result
-
-
-def _accumulate_gradients_apart(policy) -> None:
-    """Switch off fused gradient accumulation, which needs attributes of weights that hooks on saved tensors lose."""
-    for chunk in policy.chunks:
-        for module in chunk.modules():
-            if hasattr(module, "gradient_accumulation_fusion"):
-                module.gradient_accumulation_fusion = False
 
 
 class _SavedTensors:

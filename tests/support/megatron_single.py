@@ -42,6 +42,16 @@ def test_config(architecture: Architecture, **parallel: int) -> Config:
 test_config.__test__ = False
 
 
+def accumulate_gradients_apart(model: torch.nn.Module) -> None:
+    """Switch off fused gradient accumulation, which needs Megatron's buffers and weights that keep their attributes.
+
+    A model that is not wrapped has no buffers, and hooks on saved tensors hand out weights without attributes.
+    """
+    for module in model.modules():
+        if hasattr(module, "gradient_accumulation_fusion"):
+            module.gradient_accumulation_fusion = False
+
+
 def free_port() -> int:
     return choose_free_ports(1)[0]
 

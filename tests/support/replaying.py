@@ -23,7 +23,7 @@ def assert_steps_are_repeatable(workflow: WorkflowFolder) -> None:
         [*command, f"set=site.results={workflow.results} site.store={workflow.store}"],
         cwd=workflow.folder, env=workflow.env, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
-    found = [line.strip() for line in done.stderr.partition("has:\n")[2].splitlines()]
+    found = [line.strip() for line in done.stderr.partition("[replay-differs]\n")[2].splitlines()]
     assert (done.returncode, found) == (1, [f"step 3: train/loss 0.5, trained again {loss!r}"]), done.stderr
     wrote, again = (TorchDistReader(folder / "checkpoints/step_000004") for folder in (train, train / "replay"))
     assert wrote.keys == again.keys
