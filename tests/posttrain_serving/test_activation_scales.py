@@ -62,7 +62,7 @@ def test_a_shard_that_is_cut_off_is_named_by_whoever_reads_the_folder(made: Path
         lambda: open_recoding(folder, {"format": "bf16"}),
     )
     for read in readers:
-        with rejected("shard-truncated", shard.name):
+        with rejected("shards-incomplete", shard.name):
             read()
 
 

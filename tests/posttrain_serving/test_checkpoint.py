@@ -87,7 +87,7 @@ def test_a_folder_says_itself_what_it_is(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**content, "quantization_config": declared}))
     found = checkpoint(str(folder))
     assert (found.precision, found.method) == ("fp8", "compressed-tensors")
-    with rejected("scales-not-calibrated", "finalize_serving"):
+    with rejected("precision-not-made", "finalize_serving"):
         checkpoint(str(folder), "nvfp4")
 
 

@@ -285,7 +285,12 @@ def test_each_shard_is_made_once_in_an_update_and_digested_on_the_way(trainer) -
         transfers = Transfers(*trainer, runner)
         proof, values, made, begun = transfers.publisher._proof, transfers.transfer._values, [], []
         parts = values.parts
-        values.parts = lambda shard, *more: made.append((id(shard), more[1])) or parts(shard, *more)
+
+        def record(shards, *more):
+            made.extend((id(shard), more[1]) for shard in shards)
+            return parts(shards, *more)
+
+        values.parts = record
         sent = transfers.transfer.send(9, begin_digests=lambda: begun.append(proof.begin(9)) or begun[0])
         assert len(made) == len(set(made)) > 0
         assert [sent] == begun
