@@ -2,7 +2,8 @@
 
 The trainer plans which rank sends which slice (`transfer_plan`), and sends (`sender`); an engine rank traces where its
 model stores each tensor (`load_tracer`), and receives (`receiver`). `channel` and `transport` carry the bytes, `delta`
-shortens them, `digest` proves that both sides hold the same. `sglang_hooks` is SGLang's entry point.
+shortens them, `digest` proves that both sides hold the same. `sglang_hooks` is SGLang's entry point;
+`finished_batches` keeps the versions of its tokens exact.
 
 The package needs only torch (and Triton on GPUs) and imports nothing else of ours, because it also runs in the engines'
 environment. This module needs not even torch, because memory plans use it.

@@ -1,4 +1,4 @@
-"""The SGLang plug-in: handlers that report the weights held, and compact routed experts.
+"""The SGLang plug-in: handlers that report the weights held, compact routed experts, exact versions of tokens.
 
 SGLang's plug-in mechanism (`sglang.srt.plugins`) loads it in all of SGLang's processes; it needs only torch, and Triton
 on GPUs. Commands come through SGLang's `/weights_checker`, whose `action` is free text: a JSON object is one of our
@@ -13,6 +13,8 @@ import logging
 
 VERSION = "0.5.23"
 HANDLER = "sglang.srt.utils.weight_checker.WeightChecker.handle"
+PAUSED = "sglang.srt.managers.scheduler.Scheduler.pause_generation"
+PROCESSED = "sglang.srt.managers.scheduler.Scheduler.process_batch_result"
 PINNED = "sglang.srt.mem_cache.pool_host.common._cuda_host_register"
 CAPTURED = "sglang.srt.state_capturer.base.BaseTopkCapturer.get_topk"
 
@@ -26,8 +28,11 @@ def register() -> None:
         logging.getLogger(__name__).error("SGLang %s: this plug-in is for %s", sglang.__version__, VERSION)
         return
     from posttrain_weights.engine_handlers import answer
+    from posttrain_weights.finished_batches import finish_first, skip_processed
     from posttrain_weights.routed_experts import packed, where_there_are_gpus
 
     HookRegistry.register(HANDLER, answer, HookType.AROUND)
     HookRegistry.register(CAPTURED, packed, HookType.AROUND)
+    HookRegistry.register(PAUSED, finish_first, HookType.AROUND)
+    HookRegistry.register(PROCESSED, skip_processed, HookType.AROUND)
     HookRegistry.register(PINNED, where_there_are_gpus, HookType.AROUND)

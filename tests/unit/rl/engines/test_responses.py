@@ -6,6 +6,7 @@ import pytest
 from posttrain.rl.engines.responses import (
     GenerateRequest,
     GenerateResult,
+    VersionSpan,
     check_prompts,
     generate_body,
     parse_generate_answer,
@@ -42,7 +43,8 @@ def test_float32_logprobs_survive_json():
     logprobs = [float(np.float32(-value)) for value in np.random.default_rng(0).exponential(3, 8)]
     text = json.dumps([answer(range(8), logprobs)])
     (result,) = parse_generate_answer(json.loads(text), [GenerateRequest((1,), 0, 8)])
-    assert result == GenerateResult(tuple(range(8)), tuple(logprobs), "stop", 12)
+    spans = (VersionSpan(12, 8),)
+    assert result == GenerateResult(tuple(range(8)), tuple(logprobs), "stop", 12, versions=spans)
     assert all(np.float32(value) == value for value in result.logprobs)
 
 

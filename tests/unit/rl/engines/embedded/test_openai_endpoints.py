@@ -235,11 +235,11 @@ def test_a_checkpoint_without_a_tokenizer_serves_tokens_alone(checkpoint):
 def test_an_aborted_request_is_an_error_and_no_short_answer(folder):
     async def story():
         async with engine(folder) as (server, worker), plain_session() as session:
-            worker.pause(abort=False)
+            worker.pause("in_place")
             asked = asyncio.ensure_future(session.post(server.make_url("/v1/completions"), json={"prompt": PROMPT}))
             while not worker._queue:
                 await asyncio.sleep(0.01)
-            worker.pause(abort=True)
+            worker.pause("abort")
             async with await asked as response:
                 assert response.status == 500
                 assert "aborted" in (await response.json())["error"]["message"]

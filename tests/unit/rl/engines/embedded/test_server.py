@@ -177,7 +177,7 @@ BUCKET = {"serialized_named_tensors": [serialize_bucket([("nobody.weight", torch
         ("POST", "/update_weights_from_disk", {"json": {"model_path": "/nowhere"}}, "/nowhere"),
         ("POST", "/update_weights_from_disk", {"json": {}}, "model_path: the folder"),
         ("POST", "/weights_checker", {"json": {"action": "reset_tensors"}}, "knows 'checksum'"),
-        ("POST", "/pause_generation", {"json": {"mode": "retract"}}, "knows 'abort' and 'in_place'"),
+        ("POST", "/pause_generation", {"json": {"mode": "other"}}, "knows 'abort', 'in_place', 'retract'"),
     ],
 )
 def test_bad_requests_get_400_and_a_reason(checkpoint, method, path, body, said):

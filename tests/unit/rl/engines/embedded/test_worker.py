@@ -111,7 +111,7 @@ def test_a_pause_in_place_holds_a_batch_between_two_tokens_and_lets_weights_chan
     first = threading.Event()
     future = worker.submit(work)
     assert first.wait(WAIT_SECONDS)
-    worker.pause(abort=False)
+    worker.pause("in_place")
     with worker.weights_may_change():
         assert not future.done()
     time.sleep(0.1)
@@ -125,7 +125,7 @@ def test_an_aborting_pause_answers_what_runs_and_what_waits(make_worker):
     running = worker.submit(Work([row("running", length=100)], gate))
     waiting = worker.submit(Work([row("waiting")]))
     assert gate.reached.wait(WAIT_SECONDS)
-    worker.pause(abort=True)
+    worker.pause("abort")
     gate.opened.set()
     (cut,), (never,) = running.result(WAIT_SECONDS), waiting.result(WAIT_SECONDS)
     assert cut.finish_reason["type"] == never.finish_reason["type"] == "abort"

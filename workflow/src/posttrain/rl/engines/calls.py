@@ -39,7 +39,16 @@ class EngineError(RuntimeError):
 
 
 class NoAnswerError(EngineError):
-    """An engine was unreachable or timed out; another engine may answer."""
+    """An engine was unreachable or timed out; another engine may answer.
+
+    Args:
+        text: What happened.
+        engine: The engine, where several take part in a request.
+    """
+
+    def __init__(self, text: str, engine: Engine | None = None):
+        super().__init__(text)
+        self.engine = engine
 
 
 @dataclass(frozen=True)
@@ -143,7 +152,7 @@ class EngineCalls:
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
                 if attempt == num_tries:
                     raise NoAnswerError(
-                        f"{engine}: {method} {path}: no connection after {attempt} tries: {error}"
+                        f"{engine}: {method} {path}: no connection after {attempt} tries: {error}", engine
                     ) from error
                 self.num_retries += 1
                 log.warning("%s: %s %s: %s; try %d of %d", engine, method, path, error, attempt + 1, num_tries)
@@ -167,7 +176,7 @@ class EngineCalls:
                     return read_behind_json(content)
                 return parse_json(content) if response.content_type == "application/json" else content.decode()
         except TimeoutError as error:
-            raise NoAnswerError(f"{engine}: {method} {path}: no answer within {timeout.total:g} s") from error
+            raise NoAnswerError(f"{engine}: {method} {path}: no answer within {timeout.total:g} s", engine) from error
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError):
             raise
         except (*BAD_HTTP, struct.error, *MALFORMED) as error:

@@ -1,14 +1,16 @@
 """The one client of every engine: SGLang's HTTP API, over asyncio.
 
-One client serves all engines of a run. Generate requests go to one engine, weights go to all. It
-guarantees:
+One client serves all engines of a run. Requests go to one engine, weights go to all. `generate` answers a batch whose
+tokens all have the same weights; `sample` answers one request, during which weights may change (`pause`, `resume`). The
+client guarantees:
 
 - One `generate` call is one HTTP request to one engine, selected by the caller's request number. The caller
   chooses the composition of a batch, because it determines the last bits of the log-probabilities.
 - Every call has a timeout. Only idempotent calls are retried, only after connection failures, and a limited
   number of times; each retry is logged and counted in `num_retries`.
-- While a weight update is open, or after one failed, `generate` refuses, because engines may hold different
-  weights. The next complete update that succeeds enables it again.
+- While a weight update is open, or after one failed, `generate` and `sample` refuse, because engines may hold different
+  weights. The next complete update that succeeds enables them again. During a pause `sample` waits instead.
+- A request never reuses a prefix cache entry of a weight version that was replaced before the request was sent.
 
 Every error names the engine by number and URL.
 """
@@ -16,20 +18,21 @@ Every error names the engine by number and URL.
 from __future__ import annotations
 
 import asyncio
-import json
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from posttrain.plan.sizing.phases import ENGINE_CACHE, ENGINE_WEIGHTS
-from posttrain.rl.engines.calls import PROBE_INTERVAL_SECONDS, Engine, EngineCalls, EngineError
+from posttrain.rl.engines.calls import PROBE_INTERVAL_SECONDS, Engine, EngineError
+from posttrain.rl.engines.commands import EngineCommands
+from posttrain.rl.engines.in_flight import InFlight
 from posttrain.rl.engines.prefill_pairs import PrefillPairs
 from posttrain.rl.engines.responses import (
     GenerateRequest,
     GenerateResult,
-    answers_of_ranks,
     check_prompts,
     generate_body,
     parse_generate_answer,
@@ -39,9 +42,14 @@ from posttrain.rl.engines.tensor_payload import NamedTensors, serialize_bucket
 log = logging.getLogger(__name__)
 # SGLang's names. CUDA graphs refer to the cache, so they are released with it.
 TAGS = {ENGINE_WEIGHTS: ("weights",), ENGINE_CACHE: ("kv_cache", "cuda_graph")}
+# Modes of a pause that hold running requests -> SGLang's name.
+HOLDING_MODES = {"keep": "in_place", "recompute": "retract"}
+ENDING_MODES = ("finish", "abort")
+# A request that was on its way to the engine is aborted with the next try.
+ABORT_INTERVAL_SECONDS = 0.1
 
 
-class EngineClient(EngineCalls):
+class EngineClient(EngineCommands):
     """Client of the engines of a run; an async context manager.
 
     Args:
@@ -69,9 +77,12 @@ class EngineClient(EngineCalls):
         num_answering = len(urls) - num_prefill
         self._answering, self._prefilling = self._engines[:num_answering], self._engines[num_answering:]
         self._pairs = PrefillPairs(self, self._prefilling) if num_prefill else None
-        # Why `generate` refuses; empty if all engines serve the same version.
+        # Why no request is sent; empty if all engines serve the same version.
         self._closed_because = ""
         self._update_is_open = False
+        self._version, self._next_version = "", ""
+        self._in_flight = InFlight(self._engines)
+        self._is_held = self._keeps_cache = self._has_old_cache = False
         self._asleep: frozenset[str] = frozenset()
 
     # ---- tokens ----
@@ -92,22 +103,56 @@ class EngineClient(EngineCalls):
             EngineError: The engine refuses, fails, aborts, or gives a malformed answer.
             RuntimeError: Weights are being updated.
         """
-        if why := self._closed_because or ", ".join(f"{part} asleep" for part in sorted(self._asleep)):
-            raise RuntimeError(f"engines do not generate: {why}")
+        self._require_serving()
         engine = self._answering[request_number % len(self._answering)]
         return await self._generate_on(engine, requests, request_number)
 
+    async def sample(self, request: GenerateRequest) -> GenerateResult:
+        """Sample one response on the engine with the fewest requests; waits during a pause.
+
+        Returns:
+            The response. Its tokens may have several versions. If a pause aborted it, it has the tokens so far, perhaps
+            none; continue it with a request whose prompt includes them.
+
+        Raises:
+            ValueError: The prompt is empty or has a token outside the vocabulary.
+            EngineError: An engine failed; names it. One that does not answer gets no more requests until `wait_ready`
+                or the next update succeeds, so that another try goes to another engine.
+            RuntimeError: A weight update has failed.
+        """
+        await self._in_flight.opened()
+        self._require_serving()
+        engines = [self._in_flight.least_busy(self._answering)]
+        if self._pairs:
+            engines.append(self._in_flight.least_busy(self._prefilling))
+        with self._in_flight.request(engines):
+            number = self._prefilling.index(engines[1]) if self._pairs else 0
+            (result,) = await self._generate_on(engines[0], [request], number, may_abort=True)
+        if self._version and any(span.version is None for span in result.versions):
+            self._in_flight.exclude(engines[0])
+            raise EngineError(f"{engines[0]} was started again: it sampled with weights that were not published")
+        return result
+
+    @property
+    def num_in_flight(self) -> int:
+        """Number of requests of `sample` that are being answered."""
+        return self._in_flight.count
+
+    def _require_serving(self) -> None:
+        if why := self._closed_because or ", ".join(f"{part} asleep" for part in sorted(self._asleep)):
+            raise RuntimeError(f"engines do not generate: {why}")
+
     async def _generate_on(
-        self, engine: Engine, requests: Sequence[GenerateRequest], request_number: int
+        self, engine: Engine, requests: Sequence[GenerateRequest], request_number: int, may_abort: bool = False
     ) -> list[GenerateResult]:
         check_prompts(requests, self._vocab_size)
-        body = generate_body(requests)
+        body = generate_body(requests, f"version {self._version}" if self._has_old_cache else "")
         if self._pairs:
             answer = await self._pairs.generate(engine, body, request_number)
         else:
             answer = await self.call(engine, "POST", "/generate", body, may_repeat=True)
         try:
-            return parse_generate_answer(answer, requests)
+            return parse_generate_answer(answer, requests, may_abort)
         except ValueError as error:
             raise EngineError(f"{engine}: /generate answered with {error}") from error
 
@@ -144,59 +189,55 @@ class EngineClient(EngineCalls):
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"{engine} is not ready after {timeout_seconds:g} s")
                 await asyncio.sleep(PROBE_INTERVAL_SECONDS)
+        self._in_flight.forgive()
 
-    async def server_info(self) -> list[dict[str, Any]]:
-        """Return each engine's server info."""
-        return await self.call_all("GET", "/get_server_info", may_repeat=True)
+    # ---- pauses of `sample` ----
 
-    async def weight_versions(self) -> list[str | None]:
-        """Return the weight version that each engine reports."""
-        answers = await self.call_all("GET", "/get_model_info", may_repeat=True)
-        return [answer.get("weight_version") for answer in answers]
-
-    async def checksums(self) -> list[dict[str, str]]:
-        """Return the checksum of each tensor, per engine; names and hashes are the engine's own."""
-        answers = await self.call_all("POST", "/weights_checker", {"action": "checksum"}, may_repeat=True)
-        return [answer["ranks"][0]["checksums"] for answer in answers]
-
-    async def ask_ranks(
-        self, call: str, may_repeat: bool = True, each: Sequence[Mapping[str, Any]] = (), **order: Any
-    ) -> list[list[str]]:
-        """Send a weight command to every rank of every engine (`posttrain_weights.engine_handlers`).
+    async def pause(self, on_new_weights: str) -> None:
+        """Hold new requests of `sample` back until `resume`, and stop the running ones, so that weights may change.
 
         Args:
-            call: The command.
-            may_repeat: The command is idempotent.
-            each: Arguments per engine.
-            order: Arguments for all engines.
-
-        Returns:
-            Answers per engine, in rank order.
+            on_new_weights: What happens to running requests.
+                "keep": they go on after the pause with the KV cache that they have;
+                "recompute": they go on, and their KV cache is computed again with the new weights;
+                "abort": they are answered with the tokens so far;
+                "finish": they finish first.
 
         Raises:
-            RuntimeError: A rank failed; names it.
+            EngineError: An engine failed; names it. New requests still wait: pause again, or resume.
         """
-        orders = [{"call": call, **order, **own} for own in each or [{}] * len(self._engines)]
-        bodies = [{"action": json.dumps(told), "selector": "target"} for told in orders]
-        answers = await self.call_each("POST", "/weights_checker", bodies, may_repeat)
-        named = zip(map(str, self._engines), answers, strict=True)
-        return [answers_of_ranks(name, answer["ranks"]) for name, answer in named]
+        if on_new_weights not in (*HOLDING_MODES, *ENDING_MODES):
+            raise ValueError(f"on_new_weights {on_new_weights!r}: {', '.join((*HOLDING_MODES, *ENDING_MODES))}")
+        self._in_flight.close()
+        if mode := HOLDING_MODES.get(on_new_weights):
+            self._is_held, self._keeps_cache = True, on_new_weights == "keep"
+            await self.pause_generation(mode)
+            return
+        if on_new_weights == "abort":
+            await self._abort_in_flight()
+        await self._in_flight.none()
+        # An engine may still be ending a request whose caller has left.
+        await self.call_all("POST", f"/flush_cache?timeout={self._timeout_seconds:g}", {}, may_repeat=True)
 
-    async def flush_cache(self) -> None:
-        """Drop the engines' prefix caches."""
-        await self.call_all("POST", "/flush_cache", {}, may_repeat=True)
+    async def resume(self) -> None:
+        """Go on after `pause`.
 
-    async def pause_generation(self, mode: str = "abort") -> None:
-        """Hold generation on all engines; `mode` is SGLang's: "abort", "in_place" or "retract"."""
-        await self.call_all("POST", "/pause_generation", {"mode": mode}, may_repeat=True)
+        Raises:
+            EngineError: An engine failed; names it. New requests still wait: resume again.
+            RuntimeError: A weight update has failed, and running requests would mix weights.
+        """
+        self._require_serving()
+        if self._is_held:
+            await self.continue_generation()
+        self._is_held = self._keeps_cache = False
+        self._in_flight.open()
 
-    async def continue_generation(self) -> None:
-        """Go on after a pause."""
-        await self.call_all("POST", "/continue_generation", {}, may_repeat=True)
-
-    async def abort_all(self) -> None:
-        """Abort all running and waiting requests on all engines."""
-        await self.call_all("POST", "/abort_request", {"abort_all": True}, may_repeat=True)
+    async def _abort_in_flight(self) -> None:
+        await self.abort_all()
+        while self.num_in_flight:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._in_flight.none(), ABORT_INTERVAL_SECONDS)
+            await self.abort_all()
 
     # ---- memory ----
 
@@ -249,7 +290,7 @@ class EngineClient(EngineCalls):
         if self._update_is_open:
             await self._close_abandoned_update()
         self._closed_because = f"the update to weight version {version} is open or failed; update again from the start"
-        self._update_is_open = True
+        self._update_is_open, self._next_version = True, str(version)
         await self.call_all("POST", "/begin_weight_update", {})
 
     async def send_bucket(self, bucket: NamedTensors, last_of_version: int | None = None) -> None:
@@ -262,18 +303,27 @@ class EngineClient(EngineCalls):
         assert self._update_is_open, "send_bucket outside begin_update and end_update"
         payload = await asyncio.to_thread(serialize_bucket, bucket)
         is_last = last_of_version is not None
-        body = {"flush_cache": is_last, "weight_version": str(last_of_version) if is_last else None}
+        flushes = is_last and not self._keeps_cache
+        body = {"flush_cache": flushes, "weight_version": str(last_of_version) if is_last else None}
         bodies = [{**body, "serialized_named_tensors": [payload] * ranks} for ranks in self._ranks_of]
         await self.call_each("POST", "/update_weights_from_tensor", bodies, may_repeat=False)
 
     async def end_update(self) -> None:
-        """Close the update: engines serve the new weights, and `generate` works again."""
+        """Close the update: engines serve the new weights, and generate again."""
         await self.call_all("POST", "/end_weight_update", {})
-        self._update_is_open, self._closed_because = False, ""
+        self._update_is_open = False
+        self._serves(self._next_version)
+
+    def _serves(self, version: str) -> None:
+        """Note a successful update."""
+        self._closed_because, self._version = "", version
+        self._has_old_cache |= self._keeps_cache
+        self._in_flight.forgive()
 
     async def end_received(self, version: int) -> None:
         """Close an update whose tensors were not sent over HTTP."""
-        await self.call_all("POST", "/flush_cache", {})
+        if not self._keeps_cache:
+            await self.call_all("POST", "/flush_cache", {})
         await self.call_all("POST", "/update_weight_version", {"new_version": str(version)})
         await self.end_update()
 
@@ -286,8 +336,9 @@ class EngineClient(EngineCalls):
         if self._update_is_open:
             await self._close_abandoned_update()
         self._closed_because = f"the update to weight version {version} from {folder} is open or failed; update again"
-        await self.call_all("POST", "/update_weights_from_disk", from_disk(version, folder))
-        self._closed_because = ""
+        body = from_disk(version, folder) | {"flush_cache": not self._keeps_cache}
+        await self.call_all("POST", "/update_weights_from_disk", body)
+        self._serves(str(version))
 
     async def _close_abandoned_update(self) -> None:
         """Close an update that failed midway, so that the next can begin; its weights are never used."""

@@ -81,6 +81,7 @@ def _tell_routes_of_prompts(prefilled: Any, decoded: Any) -> None:
 
 
 def _versions(answer: Any) -> set[Any]:
-    """Return the weight versions in a batched answer; empty for any other answer."""
+    """Return the weight versions of the first tokens in a batched answer; empty for any other answer."""
     items = answer if isinstance(answer, list) else []
-    return {item["meta_info"].get("weight_version") for item in items if isinstance(item, dict) and "meta_info" in item}
+    metas = [item["meta_info"] for item in items if isinstance(item, dict) and "meta_info" in item]
+    return {(meta.get("weight_versions") or [{"version": meta.get("weight_version")}])[0]["version"] for meta in metas}

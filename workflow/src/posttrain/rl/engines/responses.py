@@ -51,15 +51,29 @@ class GenerateRequest:
 
 
 @dataclass(frozen=True)
+class VersionSpan:
+    """Consecutive sampled tokens of one weight version.
+
+    Args:
+        version: Version of the engine's weights; None if the engine does not report it.
+        num_tokens: Sampled tokens, at least 1.
+    """
+
+    version: int | None
+    num_tokens: int
+
+
+@dataclass(frozen=True)
 class GenerateResult:
     """One sampled response.
 
     Args:
         output_ids: Token ids, including the end token if sampled.
         logprobs: Natural-log probability of each, the engine's exact float32 value.
-        finish_reason: "stop" (end token) or "length" (truncated).
-        weight_version: Version of the weights that sampled it; None before the first update.
+        finish_reason: "stop" (end token), "length" (truncated), or "abort" (ended by the client's own pause).
+        weight_version: Version of the weights that sampled its last token; None before the first update.
         routes: [tokens, MoE layers, experts per token] of prompt and response except the last token, if requested.
+        versions: Versions of the weights that sampled the tokens, in order.
     """
 
     output_ids: tuple[int, ...]
@@ -67,6 +81,7 @@ class GenerateResult:
     finish_reason: str
     weight_version: int | None
     routes: np.ndarray | None = field(default=None, compare=False, repr=False)
+    versions: tuple[VersionSpan, ...] = ()
 
 
 def check_prompts(requests: Sequence[GenerateRequest], vocab_size: int | None) -> None:
@@ -79,18 +94,31 @@ def check_prompts(requests: Sequence[GenerateRequest], vocab_size: int | None) -
             raise ValueError(f"prompt {place}: token {worst} is not in the vocabulary of {vocab_size}")
 
 
-def generate_body(requests: Sequence[GenerateRequest]) -> dict[str, Any]:
-    """Return the JSON body of one batched /generate request."""
+def generate_body(requests: Sequence[GenerateRequest], cache_key: str = "") -> dict[str, Any]:
+    """Return the JSON body of one batched /generate request.
+
+    Args:
+        requests: The batch.
+        cache_key: Prefix-cache entries of requests with another key are not reused.
+    """
     return {
         "input_ids": [list(request.input_ids) for request in requests],
         "sampling_params": [request.sampling_params for request in requests],
         "return_logprob": True,
         **({ASKED: True} if any(request.routes for request in requests) else {}),
+        **({"extra_key": cache_key} if cache_key else {}),
     }
 
 
-def parse_generate_answer(answer: Any, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
+def parse_generate_answer(
+    answer: Any, requests: Sequence[GenerateRequest], may_abort: bool = False
+) -> list[GenerateResult]:
     """Return the results of a batched /generate answer.
+
+    Args:
+        answer: The JSON content.
+        requests: The batch.
+        may_abort: A result may have been aborted, with any number of tokens.
 
     Raises:
         ValueError: The answer is not one complete result per request.
@@ -99,22 +127,24 @@ def parse_generate_answer(answer: Any, requests: Sequence[GenerateRequest]) -> l
         count = len(answer) if isinstance(answer, list) else f"a {type(answer).__name__} instead of"
         raise ValueError(f"{count} results for {len(requests)} requests")
     return [
-        _parse_result(place, item, request) for place, (item, request) in enumerate(zip(answer, requests, strict=True))
+        _parse_result(place, item, request, may_abort)
+        for place, (item, request) in enumerate(zip(answer, requests, strict=True))
     ]
 
 
-def _parse_result(place: int, item: Any, request: GenerateRequest) -> GenerateResult:
+def _parse_result(place: int, item: Any, request: GenerateRequest, may_abort: bool) -> GenerateResult:
     try:
         meta = item["meta_info"]
         finish_reason, end_token = meta["finish_reason"]["type"], meta["finish_reason"].get("matched")
         logprobs = tuple(float(entry[0]) for entry in meta["output_token_logprobs"])
         tokens = tuple(int(entry[1]) for entry in meta["output_token_logprobs"])
-        version = meta.get("weight_version")
-        if version == NO_WEIGHTS:
+        version, versions = meta.get("weight_version"), _read_versions(meta, len(tokens))
+        if NO_WEIGHTS in (version, *(name for name, _ in versions)):
             raise ValueError("tokens of an engine that has not got its weights yet")
     except (KeyError, TypeError, IndexError) as error:
         raise ValueError(f"an unreadable result at place {place}: {error!r}") from error
-    if finish_reason not in ("stop", "length") or not 0 < len(tokens) <= request.max_new_tokens:
+    is_aborted = may_abort and finish_reason == "abort"
+    if not (is_aborted or (finish_reason in ("stop", "length") and tokens)) or len(tokens) > request.max_new_tokens:
         found = f"{len(tokens)} of {request.max_new_tokens} tokens, finish reason {finish_reason!r}"
         raise ValueError(f"{found}, at place {place}")
     if isinstance(end_token, int) and tokens[-1] != end_token:
@@ -122,10 +152,31 @@ def _parse_result(place: int, item: Any, request: GenerateRequest) -> GenerateRe
         raise ValueError(f"the end token {end_token} is not in the answer at place {place}, which it ended")
     try:
         num_prompt = len(request.input_ids)
-        routes = request.routes.read(meta, num_prompt, num_prompt + len(tokens)) if request.routes else None
+        layout = request.routes if tokens else None
+        routes = layout.read(meta, num_prompt, num_prompt + len(tokens)) if layout else None
     except ValueError as error:
         raise ValueError(f"{error}, at place {place}") from error
-    return GenerateResult(tokens, logprobs, finish_reason, _version_number(version), routes)
+    spans = tuple(VersionSpan(_version_number(name), count) for name, count in versions)
+    return GenerateResult(tokens, logprobs, finish_reason, _version_number(version), routes, spans)
+
+
+def _read_versions(meta: Mapping[str, Any], num_tokens: int) -> list[tuple[Any, int]]:
+    """Return (version, number of tokens) of consecutive tokens; one span if the engine names only one version.
+
+    Raises:
+        ValueError: The spans are not those of all tokens, in order.
+    """
+    if "weight_versions" not in meta:
+        return [(meta.get("weight_version"), num_tokens)] if num_tokens else []
+    spans = [(span["version"], int(span["start"]), int(span["end"])) for span in meta["weight_versions"]]
+    if not num_tokens and all(start == end == 0 for _, start, end in spans):  # SGLang has one for no tokens
+        return []
+    edges = [0, *(end for _, _, end in spans)]
+    if edges[-1] != num_tokens or any(
+        start != edge or start >= end for (_, start, end), edge in zip(spans, edges, strict=False)
+    ):
+        raise ValueError(f"weight versions of other tokens than its {num_tokens}: {spans}")
+    return [(version, end - start) for version, start, end in spans]
 
 
 def _version_number(version: Any) -> int | None:

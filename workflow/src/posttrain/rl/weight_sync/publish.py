@@ -110,8 +110,20 @@ class WeightPublisher:
             self._runner.run(self._client.update_weights_from_disk(version, self._write_folder(version)))
             shutil.rmtree(self._disk_folder)  # the engines have loaded them, and GLM-5's FP8 weights take 0.75 TB
         else:
-            self._runner.run(self._client.update_weights(version, self._buckets()))
+            self._send_buckets(version)
         return None
+
+    def _send_buckets(self, version: int) -> None:
+        """Send the weights over HTTP; ranks gather them here and not in the event loop, which serves other requests."""
+        assert self._client is not None, "rank 0 talks to the engines"
+        run, client, buckets = self._runner.run, self._client, self._buckets()
+        run(client.begin_update(version))
+        bucket = next(buckets)
+        for following in buckets:
+            run(client.send_bucket(bucket))
+            bucket = following
+        run(client.send_bucket(bucket, last_of_version=version))
+        run(client.end_update())
 
     def _write_folder(self, version: int) -> Path:
         """Write a checkpoint in Hub layout for the engines to load; delete leftovers of a dead attempt first."""

@@ -8,6 +8,9 @@ computed once and copied to each row. Prompts are padded on the left; padding is
 and sees only itself, so no softmax row is empty. When a quarter of the rows have finished, the batch is
 compacted to the rest.
 
+Weights may change between two tokens. Then the cache is either kept, or dropped and computed again from prompts and
+responses so far. Every token keeps the version of the weights that computed it.
+
 A row may request log-probabilities of its prompt tokens, and the top tokens at every position. Both come from the same
 forward passes and do not change the samples.
 
@@ -61,6 +64,7 @@ class Response:
         row: The request.
         output_ids: Tokens, the end token included.
         logprobs: The float32 log-probability of each, as Python floats.
+        versions: Version of the weights that computed each token.
         finish_reason: None while it runs; then SGLang's object, {"type": "stop" | "length" | "abort"}.
         alternatives: Top tokens at each output position, most likely first, if requested.
         prompt_scores: Scores of the prompt's tokens from the second on, if requested.
@@ -70,6 +74,7 @@ class Response:
     row: Row
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    versions: list[str | None] = field(default_factory=list)
     finish_reason: dict[str, Any] | None = None
     alternatives: list[Alternatives] = field(default_factory=list)
     prompt_scores: PromptScores | None = None
@@ -79,10 +84,16 @@ class Response:
         if self.finish_reason is None and not self.row.max_new_tokens:
             self.finish_reason = {"type": "length", "length": 0}
 
-    def append(self, token: int, logprob: float) -> None:
+    @property
+    def context(self) -> tuple[int, ...]:
+        """Prompt and tokens so far."""
+        return (*self.row.input_ids, *self.output_ids)
+
+    def append(self, token: int, logprob: float, version: str | None) -> None:
         """Add a token, and finish the response if it is the last."""
         self.output_ids.append(token)
         self.logprobs.append(logprob)
+        self.versions.append(version)
         if token in self.row.stop_token_ids:
             self.finish_reason = {"type": "stop", "matched": token}
         elif self.row.stop_texts and (text := self.row.stop_texts(self.output_ids)):
@@ -91,13 +102,20 @@ class Response:
             self.finish_reason = {"type": "length", "length": self.row.max_new_tokens}
 
 
-def generate(model: Any, rows: Sequence[Row], after_step: Callable[[list[Response]], None]) -> list[Response]:
+def generate(
+    model: Any,
+    rows: Sequence[Row],
+    after_step: Callable[[list[Response]], bool],
+    weight_version: Callable[[], str | None] = lambda: None,
+) -> list[Response]:
     """Generate one response per row.
 
     Args:
         model: A `transformers` causal language model on the CPU.
         rows: The batch.
-        after_step: Called with all responses after every token; may wait, and may finish responses ("abort").
+        after_step: Called with all responses after every token; may wait while weights change, and may finish responses
+            ("abort"). Returns whether the cache must be computed again.
+        weight_version: Returns the version of the present weights.
 
     Returns:
         The responses, in the order of the rows.
@@ -105,21 +123,27 @@ def generate(model: Any, rows: Sequence[Row], after_step: Callable[[list[Respons
     responses = [Response(row) for row in rows]
     recorder = RouteRecorder(model) if any(row.tells_routes for row in rows) else None
     with torch.inference_mode(), recorder or nullcontext():
-        batch = _Batch(model, responses, recorder)
+        batch = _Batch(model, responses, recorder, weight_version)
         logits = batch.prefill()
         while True:
             batch.sample(logits)
-            after_step(responses)
-            if not batch.drop_finished():
+            is_stale = after_step(responses)
+            if not batch.drop_finished(at_once=is_stale):
                 return responses
-            logits = batch.decode()
+            logits = batch.recompute() if is_stale else batch.decode()
 
 
 class _Batch:
     """The running rows, with their cache, masks and random numbers."""
 
-    def __init__(self, model: Any, responses: Sequence[Response], recorder: RouteRecorder | None):
-        self._model, self._recorder = model, recorder
+    def __init__(
+        self,
+        model: Any,
+        responses: Sequence[Response],
+        recorder: RouteRecorder | None,
+        weight_version: Callable[[], str | None],
+    ):
+        self._model, self._recorder, self._weight_version = model, recorder, weight_version
         self._live = list(responses)
         self._cache = DynamicCache(config=model.config)
         self._sampler = RowSampler(
@@ -131,20 +155,31 @@ class _Batch:
 
     def prefill(self) -> torch.Tensor:
         """Prefill the distinct prompts, copy their cache to the rows, and return the next-token logits [B, V]."""
-        prompts = list(dict.fromkeys(response.row.input_ids for response in self._live))
+        logits, hidden = self._read_contexts()
+        self._score_prompts(hidden)
+        return logits
+
+    def recompute(self) -> torch.Tensor:
+        """Drop the cache, read prompts and responses so far again, and return the next-token logits [B, V]."""
+        self._cache = DynamicCache(config=self._model.config)
+        return self._read_contexts()[0]
+
+    def _read_contexts(self) -> tuple[torch.Tensor, dict[tuple[int, ...], torch.Tensor]]:
+        """Fill the empty cache with every row's tokens; returns logits [B, V] and the hidden states per context."""
+        contexts = [response.context for response in self._live]
+        prompts = list(dict.fromkeys(contexts))
         longest = max(map(len, prompts))
         tokens = torch.tensor([(0,) * (longest - len(prompt)) + prompt for prompt in prompts])
         self._real = torch.tensor([[False] * (longest - len(prompt)) + [True] * len(prompt) for prompt in prompts])
         self._positions = (self._real.cumsum(-1) - 1).clamp(min=0)
         hidden = self._forward(tokens)
         logits = self._model.lm_head(hidden[:, -1])
-        self._score_prompts(dict(zip(prompts, hidden, strict=True)))
         place = {prompt: index for index, prompt in enumerate(prompts)}
-        places = [place[response.row.input_ids] for response in self._live]
+        places = [place[context] for context in contexts]
         self._tell_routes(places, len(prompts))
         self._keep(torch.tensor(places))
         self._positions = self._positions[:, -1:]
-        return logits[places]
+        return logits[places], dict(zip(prompts, hidden, strict=True))
 
     def decode(self) -> torch.Tensor:
         """Append the sampled tokens to the cache and return the logits after them, [B, V]."""
@@ -162,14 +197,14 @@ class _Batch:
         for place, (token, logprob) in enumerate(zip(self._tokens.tolist(), logprobs.tolist(), strict=True)):
             response = self._live[place]
             if response.finish_reason is None:
-                response.append(token, logprob)
+                response.append(token, logprob, self._version)
                 if likeliest:
                     response.alternatives.append(likeliest[place][: response.row.num_alternatives])
 
-    def drop_finished(self) -> bool:
-        """Compact the batch if enough rows have finished; returns False if all have."""
+    def drop_finished(self, at_once: bool = False) -> bool:
+        """Compact the batch if enough rows have finished, or `at_once`; returns False if all have finished."""
         kept = [index for index, response in enumerate(self._live) if response.finish_reason is None]
-        if kept and len(self._live) - len(kept) >= COMPACT_WHEN_FINISHED * len(self._live):
+        if kept and (at_once or len(self._live) - len(kept) >= COMPACT_WHEN_FINISHED * len(self._live)):
             self._live = [self._live[index] for index in kept]
             self._sampler.keep(kept)
             self._tokens = self._tokens[kept]
@@ -184,7 +219,8 @@ class _Batch:
         for response, place in zip(self._live, places, strict=True):
             if response.finish_reason is None:
                 told = routes[place]
-                response.routes.append(told if response.routes else told[-len(response.row.input_ids) :])
+                # Of tokens read again the first routes count: their values were sampled with these.
+                response.routes.append(told[-1:] if response.routes else told[-len(response.row.input_ids) :])
 
     def _score_prompts(self, hidden: dict[tuple[int, ...], torch.Tensor]) -> None:
         """Set the prompt scores of each response that requests them; `hidden` is [S, H] per prompt."""
@@ -215,6 +251,7 @@ class _Batch:
 
     def _forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the last layer's output for `tokens` [B, Q], as [B, Q, H]."""
+        self._version = self._weight_version()
         mask = _additive_mask(self._real, num_queries=tokens.shape[1], dtype=self._model.dtype)
         is_sparse = hasattr(self._model.config, "index_topk")
         return self._model.model(

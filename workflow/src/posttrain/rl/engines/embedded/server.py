@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import hmac
+import itertools
 import json
 import logging
 import time
@@ -42,6 +43,7 @@ log = logging.getLogger(__name__)
 
 # Generate requests are far smaller.
 SMALL_BODY_BYTES = 64 << 20
+PAUSE_MODES = ("abort", "in_place", "retract")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -148,11 +150,11 @@ class Endpoints:
         )
 
     async def pause_generation(self, request: web.Request) -> web.Response:
-        """Pause generation; mode "abort" ends running requests, "in_place" holds them between two tokens."""
+        """Pause generation; see `Worker.pause`."""
         mode = (await read_json(request)).get("mode", "abort")
-        if mode not in ("abort", "in_place"):
-            raise RequestError(f"mode {mode!r}: the embedded engine knows 'abort' and 'in_place'")
-        self._worker.pause(abort=mode == "abort")
+        if mode not in PAUSE_MODES:
+            raise RequestError(f"mode {mode!r}: the embedded engine knows {', '.join(map(repr, PAUSE_MODES))}")
+        self._worker.pause(mode)
         return web.json_response({"message": "Generation paused successfully.", "status": "ok"})
 
     async def continue_generation(self, request: web.Request) -> web.Response:
@@ -202,7 +204,8 @@ def _answer(response: Response, version: str | None, with_logprobs: bool, second
         "finish_reason": response.finish_reason,
         "prompt_tokens": len(response.row.input_ids),
         "completion_tokens": len(response.output_ids),
-        "weight_version": version,
+        "weight_version": response.versions[-1] if response.versions else version,
+        "weight_versions": _version_spans(response.versions),
         "e2e_latency": seconds,
     }
     if with_logprobs:
@@ -211,6 +214,15 @@ def _answer(response: Response, version: str | None, with_logprobs: bool, second
     if response.row.tells_routes:
         meta[TOLD] = base64.b64encode(np.concatenate(response.routes).tobytes()).decode()
     return {"output_ids": list(response.output_ids), "meta_info": meta}
+
+
+def _version_spans(versions: Sequence[str | None]) -> list[dict[str, Any]]:
+    """Return SGLang's spans of consecutive tokens that one weight version computed."""
+    spans, end = [], 0
+    for version, tokens in itertools.groupby(versions):
+        start, end = end, end + len([*tokens])
+        spans.append({"version": version, "start": start, "end": end})
+    return spans
 
 
 def _told_of_prompt(response: Response, told_from: int) -> dict[str, Any]:

@@ -131,9 +131,9 @@ class WeightEndpoints:
         return {"checksums": {"answer": told}, "parallelism_info": [{"tp_rank": 0}]}
 
     def flush_cache(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Wait until no request runs or waits; there is no prefix cache to flush."""
+        """Wait until no request has a cache; there is no prefix cache to flush."""
         seconds = float(body.get("timeout", 0))
-        if not self._worker.wait_idle(seconds):
+        if not self._worker.wait_without_cache(seconds):
             raise WeightError(f"requests run or wait, also after {seconds:g} s")
         return {}
 

@@ -78,7 +78,7 @@ class Worker:
         self._queue: deque[Work] = deque()
         self._changed = threading.Condition()
         self._paused = self._stopping = self._running = self._waiting_between_tokens = False
-        self._abort_all = False
+        self._abort_all = self._drop_cache = False
         self._num_changes_waiting = 0
         self._asleep: set[str] = set()
         self._abort_ids: set[str] = set()
@@ -116,10 +116,10 @@ class Worker:
             self._changed.notify_all()
         return work.done
 
-    def wait_idle(self, timeout_seconds: float) -> bool:
-        """Wait until no request runs or waits; returns False on timeout."""
+    def wait_without_cache(self, timeout_seconds: float) -> bool:
+        """Wait until no request has a cache or may get one before generation resumes; returns False on timeout."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._is_idle, timeout_seconds)
+            return self._changed.wait_for(lambda: self._has_no_cache, timeout_seconds)
 
     def fall_asleep(self, parts: set[str]) -> None:
         """Accept no more requests.
@@ -149,13 +149,24 @@ class Worker:
     def _is_idle(self) -> bool:
         return not self._running and not self._queue
 
-    def pause(self, abort: bool) -> None:
-        """Pause generation at the next token; `abort` also ends every request with its tokens so far."""
+    @property
+    def _has_no_cache(self) -> bool:
+        runs = self._running and not (self._drop_cache and self._waiting_between_tokens)
+        return not runs and (self._paused or not self._queue)
+
+    def pause(self, mode: str) -> None:
+        """Pause generation at the next token.
+
+        Args:
+            mode: "in_place" holds the running batch; "retract" also drops its cache, which is computed again after the
+                pause; "abort" ends every request with its tokens so far.
+        """
         with self._changed:
             self._paused = True
-            if abort:
+            self._drop_cache |= mode == "retract" and self._running
+            if mode == "abort":
                 self._abort_everything()
-                self._changed.notify_all()
+            self._changed.notify_all()
 
     def resume(self) -> None:
         """Resume the paused batch and the queue."""
@@ -215,7 +226,7 @@ class Worker:
             works: list[Work] = [self._queue.popleft()]
             while self._merge_requests and self._queue and self._fits(works, self._queue[0]):
                 works.append(self._queue.popleft())
-            self._running = True
+            self._running, self._drop_cache = True, False
             return works
 
     def _may_start(self) -> bool:
@@ -232,6 +243,7 @@ class Worker:
             self._model,
             [row for work in works for row in work.rows],
             lambda now: self._after_step(works, now),
+            self._weight_version,
         )
         self.counters.num_batches += 1
         self.counters.num_responses += len(responses)
@@ -241,8 +253,12 @@ class Worker:
             work.weight_version = version
         return [(work, list(share)) for work, share in _shares(works, responses)]
 
-    def _after_step(self, works: Sequence[Work], responses: list[Response]) -> None:
-        """Between two tokens: update streams, wait while paused, end aborted requests."""
+    def _after_step(self, works: Sequence[Work], responses: list[Response]) -> bool:
+        """Between two tokens: update streams, wait while paused, end aborted requests.
+
+        Returns:
+            Whether the batch's cache must be computed again.
+        """
         for work, share in _shares(works, responses):
             if work.on_step:
                 work.on_step(share)
@@ -255,6 +271,8 @@ class Worker:
             for response in responses:
                 if response.finish_reason is None and (self._abort_all or response.row.request_id in self._abort_ids):
                     response.finish_reason = ABORTED
+            drop_cache, self._drop_cache = self._drop_cache, False
+            return drop_cache
 
     def _batch_ended(
         self, works: Sequence[Work], answers: Sequence[tuple[Work, list[Response]]], error: Exception
