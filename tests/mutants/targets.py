@@ -83,6 +83,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "rl/batching/packed_batch": (f"{UNIT}/rl/batching/test_packed_batch.py",),
     "rl/engines/sampling_seed": (f"{UNIT}/rl/engines/test_sampling_seed.py",),
     "rl/engines/client": (f"{UNIT}/rl/engines/test_client.py",),
+    "rl/engines/in_flight": (f"{UNIT}/rl/engines/test_sample.py",),
     "rl/rollout/response_text": (f"{UNIT}/rl/rollout/test_response_text.py",),
     "rl/rollout/coordinator": (f"{UNIT}/rl/rollout/test_coordinator.py",),
     "rl/rollout/offline_responses": (f"{UNIT}/rl/rollout/test_offline_responses.py",),
