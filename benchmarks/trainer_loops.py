@@ -16,14 +16,14 @@ import torch.nn.functional as F
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from posttrain.types import Sample, SampleGroup
+from posttrain.types import Trajectory, TrajectoryGroup
 
 # The loss of some samples, summed, ready for the backward pass.
-Loss = Callable[[torch.nn.Module, Sequence[Sample], Sequence[float]], torch.Tensor]
+Loss = Callable[[torch.nn.Module, Sequence[Trajectory], Sequence[float]], torch.Tensor]
 
 
 def make_update(
-    model: torch.nn.Module, groups: Sequence[SampleGroup], batching: str, max_tokens: int, lr: float, clip: float
+    model: torch.nn.Module, groups: Sequence[TrajectoryGroup], batching: str, max_tokens: int, lr: float, clip: float
 ) -> Callable[[], float]:
     """Return a function that makes one update and returns the gradient norm before clipping.
 
@@ -37,8 +37,8 @@ def make_update(
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=lr, weight_decay=0.0, fused=True)
-    samples = [sample for group in groups for sample in group.samples]
-    num_tokens = sum(len(sample.response_tokens) for sample in samples)
+    samples = [sample for group in groups for sample in group.trajectories]
+    num_tokens = sum(sample.num_sampled for sample in samples)
     factors = [value / num_tokens for group in groups for value in advantages(group)]
     split, loss = BATCHINGS[batching]
     if batching == "packed":
@@ -55,9 +55,9 @@ def make_update(
     return update
 
 
-def advantages(group: SampleGroup) -> list[float]:
+def advantages(group: TrajectoryGroup) -> list[float]:
     """Return GRPO's advantages."""
-    values = torch.tensor([sample.reward or 0.0 for sample in group.samples])
+    values = torch.tensor([sample.reward or 0.0 for sample in group.trajectories])
     return ((values - values.mean()) / (values.std() + 1e-6)).tolist()
 
 
@@ -87,7 +87,7 @@ def padded_micro_batches(lengths: Sequence[int], max_tokens: int) -> Iterator[li
     yield members
 
 
-def padded_loss(model: torch.nn.Module, samples: Sequence[Sample], factors: Sequence[float]) -> torch.Tensor:
+def padded_loss(model: torch.nn.Module, samples: Sequence[Trajectory], factors: Sequence[float]) -> torch.Tensor:
     """Run a padded block; logits of all positions behind the shortest prompt."""
     longest, prompt = max(s.num_tokens for s in samples), min(len(s.prompt_tokens) for s in samples)
     ids, mask = torch.zeros(2, len(samples), longest, dtype=torch.long)
@@ -111,10 +111,10 @@ def single_micro_batches(lengths: Sequence[int], _: int) -> Iterator[list[int]]:
     return ([index] for index in range(len(lengths)))
 
 
-def single_loss(model: torch.nn.Module, samples: Sequence[Sample], factors: Sequence[float]) -> torch.Tensor:
+def single_loss(model: torch.nn.Module, samples: Sequence[Trajectory], factors: Sequence[float]) -> torch.Tensor:
     """Run one sequence; logits of its response only."""
     (sample,), (factor,) = samples, factors
-    targets = torch.tensor(sample.response_tokens)
+    targets = torch.tensor(sample.sampled_tokens)
     output = model(input_ids=token_ids(sample)[None], use_cache=False, logits_to_keep=len(targets) + 1)
     return policy_loss(output.logits[0, :-1], targets, torch.full((len(targets),), factor))
 
@@ -134,7 +134,7 @@ def packed_micro_batches(lengths: Sequence[int], max_tokens: int) -> Iterator[li
     yield from rows
 
 
-def packed_loss(model: torch.nn.Module, samples: Sequence[Sample], factors: Sequence[float]) -> torch.Tensor:
+def packed_loss(model: torch.nn.Module, samples: Sequence[Trajectory], factors: Sequence[float]) -> torch.Tensor:
     """Run a row of sequences; logits of their responses only."""
     lengths = [sample.num_tokens for sample in samples]
     starts = itertools.accumulate(lengths[:-1], initial=0)
@@ -151,8 +151,8 @@ def packed_loss(model: torch.nn.Module, samples: Sequence[Sample], factors: Sequ
         logits_to_keep=torch.cat(places),
         lengths=lengths,
     )
-    values = torch.tensor(factors).repeat_interleave(torch.tensor([len(s.response_tokens) for s in samples]))
-    return policy_loss(output.logits[0], torch.cat([torch.tensor(s.response_tokens) for s in samples]), values)
+    values = torch.tensor(factors).repeat_interleave(torch.tensor([s.num_sampled for s in samples]))
+    return policy_loss(output.logits[0], torch.cat([torch.tensor(s.sampled_tokens) for s in samples]), values)
 
 
 def attend_by_sequence(model: Any) -> None:
@@ -198,9 +198,9 @@ def _attention_by_sequence(
     return torch.cat([sdpa_attention_forward(module, q, k, v, None, **other)[0] for q, k, v in parts], 1), None
 
 
-def token_ids(sample: Sample) -> torch.Tensor:
+def token_ids(sample: Trajectory) -> torch.Tensor:
     """Return [T] int64, prompt and response."""
-    return torch.tensor((*sample.prompt_tokens, *sample.response_tokens))
+    return torch.tensor(sample.tokens)
 
 
 BATCHINGS: dict[str, tuple[Callable[[Sequence[int], int], Iterator[list[int]]], Loss]] = {

@@ -25,7 +25,7 @@ from tests.support.tiny_checkpoint import TINY, TINY_QWEN3, make_random_checkpoi
 
 from posttrain.config.schema import Architecture
 from posttrain.plan.resolve import resolve
-from posttrain.types import Prompt, Sample, SampleGroup
+from posttrain.types import Prompt, Trajectory, TrajectoryGroup
 
 GROUP, LONGEST = 8, 1536
 LR, CLIP = 1e-5, 1.0
@@ -95,7 +95,7 @@ class Task:
     experts: str = "grouped_mm"
 
 
-def rollout(task: Task) -> list[SampleGroup]:
+def rollout(task: Task) -> list[TrajectoryGroup]:
     """Return groups of random tokens; rewards differ within each."""
     source, vocab = random.Random(5), MODELS[task.model].vocab_size
     draw = lambda count: tuple(source.randrange(2, vocab) for _ in range(count))  # noqa: E731
@@ -103,10 +103,18 @@ def rollout(task: Task) -> list[SampleGroup]:
     for place in range(0, len(task.lengths), GROUP):
         prompt = draw(task.prompt_tokens)
         samples = [
-            Sample(place, i, prompt, draw(length), (-9.0,) * length, "stop", 0, float(source.random() < 0.5))
+            Trajectory.of_response(
+                prompt,
+                draw(length),
+                (-9.0,) * length,
+                0,
+                prompt_id=place,
+                sample_index=i,
+                reward=float(source.random() < 0.5),
+            )
             for i, length in enumerate(task.lengths[place : place + GROUP])
         ]
-        groups.append(SampleGroup(Prompt(place, (), ""), tuple(samples)))
+        groups.append(TrajectoryGroup(Prompt(place, (), ""), tuple(samples)))
     return groups
 
 
@@ -243,7 +251,7 @@ def serve_trl(task: Task, source: Path, _: dict[str, torch.Tensor], answer: Call
 
     note_imports()
     model, groups = reference_model(task, source), rollout(task)
-    samples = [sample for group in groups for sample in group.samples]
+    samples = [sample for group in groups for sample in group.trajectories]
 
     class Served(TrainerCallback):
         """A step begins when it is asked for."""
@@ -290,7 +298,7 @@ def serve_trl(task: Task, source: Path, _: dict[str, torch.Tensor], answer: Call
         processing_class=make_tokenizer(64),
         callbacks=[Served()] if is_served else [],
     )
-    prompts, responses = [list(s.prompt_tokens) for s in samples], [list(s.response_tokens) for s in samples]
+    prompts, responses = [list(s.prompt_tokens) for s in samples], [list(s.sampled_tokens) for s in samples]
     generated: Any = prompts, responses, None, [""] * len(responses), None, {}, None, list[Any]()
     trainer._generate = lambda _: generated  # type: ignore[method-assign, assignment]
     if is_served:

@@ -49,8 +49,15 @@ def tokenizer(store: Path):
 def samples_of(step: list[dict]) -> Iterator[tuple[int, dict, dict]]:
     """Yield the place of the prompt in its step, the group and each of its samples."""
     for place, group in enumerate(step):
-        for sample in group["samples"]:
+        for sample in group["trajectories"]:
             yield place, group, sample
+
+
+def parts_of(sample: dict) -> tuple[list[int], list[int]]:
+    """Return the prompt and the response."""
+    start = sample["loss_mask"].index("1")
+    assert "0" not in sample["loss_mask"][start:]
+    return sample["tokens"][:start], sample["tokens"][start:]
 
 
 def test_each_step_has_the_next_prompts_of_the_shuffled_dataset(store: Path, rollouts, tokenizer) -> None:
@@ -65,20 +72,21 @@ def test_each_step_has_the_next_prompts_of_the_shuffled_dataset(store: Path, rol
             row = rows[expected[place]]
             assert (group["prompt"]["messages"], group["prompt"]["label"]) == (row["prompt"], row["label"])
             asked = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
-            assert (sample["prompt_id"], sample["prompt_tokens"]) == (expected[place], asked)
-        assert all([s["sample_index"] for s in group["samples"]] == list(range(NUM_SAMPLES)) for group in groups)
+            assert (sample["prompt_id"], parts_of(sample)[0]) == (expected[place], asked)
+        assert all([s["sample_index"] for s in group["trajectories"]] == list(range(NUM_SAMPLES)) for group in groups)
 
 
 def test_each_step_was_sampled_from_the_weights_before_it(rollouts) -> None:
     for step, groups in enumerate(rollouts):
-        assert {sample["weight_version"] for _, _, sample in samples_of(groups)} == {step or None}
+        versions = [sample["versions"] for _, _, sample in samples_of(groups)]
+        assert all([span["version"] for span in spans] == [step or None] for spans in versions)
 
 
 def test_rewards_and_metrics_are_those_of_the_stored_responses(undisturbed, rollouts, tokenizer) -> None:
     for row, groups in zip(undisturbed.metrics(), rollouts, strict=True):
         rewards = []
         for _, group, sample in samples_of(groups):
-            text = tokenizer.decode(sample["response_tokens"], skip_special_tokens=True)
+            text = tokenizer.decode(parts_of(sample)[1], skip_special_tokens=True)
             rewards.append(float(text.strip() == group["prompt"]["label"]))
             assert sample["reward"] == rewards[-1], text
         assert row["rollout/reward_mean"] == pytest.approx(np.mean(rewards))
@@ -157,11 +165,11 @@ def test_every_response_follows_from_its_seed_and_the_weights_of_its_step(
         tensors |= values
     model = model_of(tensors, store, tmp_path)
     for place, _, sample in samples_of(rollouts[step]):
-        prompt, response = sample["prompt_tokens"], sample["response_tokens"]
+        prompt, response = parts_of(sample)
         with torch.no_grad():
             logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].double()
         probabilities = logits.softmax(-1).numpy()
         numbers = uniforms(step, place, sample["sample_index"], len(response))
         assert (probabilities.cumsum(-1) > numbers[:, None]).argmax(-1).tolist() == response
         logprobs = np.log(probabilities[range(len(response)), response])
-        assert np.abs(logprobs - sample["rollout_logprobs"]).max() < 1e-4
+        assert np.abs(logprobs - sample["logprobs"]).max() < 1e-4

@@ -36,9 +36,9 @@ def test_both_steps_are_drawn_from_the_lengths_and_the_second_is_longer(resolved
     config = shortened(found.config, drawn)
     steps = [
         [
-            (len(s.prompt_tokens), len(s.response_tokens))
+            (len(s.prompt_tokens), s.num_sampled)
             for g in MadeUpRollouts(config, drawn).of_step(step).groups
-            for s in g.samples
+            for s in g.trajectories
         ]
         for step in (1, 2)
     ]
@@ -47,7 +47,7 @@ def test_both_steps_are_drawn_from_the_lengths_and_the_second_is_longer(resolved
     assert max(map(sum, steps[0])) <= min(map(sum, steps[1]))
     # As many tokens as rows of the longest samples have, so that there are as many micro-batches.
     longest = shortened(found.config)
-    tokens = [sum(s.num_tokens for g in MadeUpRollouts(longest).of_step(2).groups for s in g.samples)]
+    tokens = [sum(s.num_tokens for g in MadeUpRollouts(longest).of_step(2).groups for s in g.trajectories)]
     assert sum(map(sum, steps[0] + steps[1])) / 2 == pytest.approx(tokens[0], rel=0.2)
 
 

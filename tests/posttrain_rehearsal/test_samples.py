@@ -14,7 +14,7 @@ def test_the_fullest_rows_come_when_the_optimizer_has_its_state():
     """Its first update makes that; a peak before it would be too small."""
     config = shortened(resolve({"site": "local", "model": "qwen3_4b"}, CONFIG_DIR).config)
     source, fullest = MadeUpRollouts(config), fullest_micro_batch(config, ASSUMPTIONS)
-    first, second = ([s.num_tokens for g in source.of_step(step).groups for s in g.samples] for step in (1, 2))
+    first, second = ([s.num_tokens for g in source.of_step(step).groups for s in g.trajectories] for step in (1, 2))
     assert {*second} == {fullest.tokens // fullest.num_sequences}
     assert max(first) < min(second)
     assert sum(first) < sum(second)
@@ -29,7 +29,7 @@ def test_rows_of_an_update_differ_on_every_rank_and_their_number_from_step_to_st
     source, multiple = MadeUpRollouts(config), row_multiples(config)[0]
     first, second = (
         [[sum(samples[place].num_tokens for place in row) for row in rank] for rank in plan]
-        for samples in ([s for g in source.of_step(step).groups for s in g.samples] for step in (1, 2))
+        for samples in ([s for g in source.of_step(step).groups for s in g.trajectories] for step in (1, 2))
         for plan in [plan_rows(config, [sample.num_tokens for sample in samples])]
     )
     assert all(len({-(-tokens // multiple) for tokens in rank}) > 1 for rank in first)

@@ -18,13 +18,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from posttrain.config.schema import Config
-from posttrain.types import Prompt, Sample, SampleGroup
+from posttrain.types import Prompt, Trajectory, TrajectoryGroup
 
 # (prompt, response): odd; shorter than two chunks a rank; longer than the indexer's top-k.
 LENGTHS = ((1, 1), (2, 1), (9, 28), (41, 22), (1, 4), (16, 17))
 
 
-def make_groups(vocab_size: int) -> list[SampleGroup]:
+def make_groups(vocab_size: int) -> list[TrajectoryGroup]:
     """Return one group a length, of three samples."""
     generator, groups = torch.Generator().manual_seed(11), []
     for prompt_id, sizes in enumerate(LENGTHS):
@@ -34,8 +34,12 @@ def make_groups(vocab_size: int) -> list[SampleGroup]:
                 tuple(torch.randint(2, vocab_size, (size,), generator=generator).tolist()) for size in sizes
             )
             logprobs = (-4.0,) * len(response)
-            samples.append(Sample(prompt_id, place, prompt, response, logprobs, "stop", 0, float(place)))
-        groups.append(SampleGroup(Prompt(prompt_id, (), ""), tuple(samples)))
+            samples.append(
+                Trajectory.of_response(
+                    prompt, response, logprobs, 0, prompt_id=prompt_id, sample_index=place, reward=float(place)
+                )
+            )
+        groups.append(TrajectoryGroup(Prompt(prompt_id, (), ""), tuple(samples)))
     return groups
 
 
@@ -103,7 +107,7 @@ def updated(config: Config, checkpoint: Path, kernel: Any = None) -> dict[str, o
     last = flat(update_on(policy, objective, groups[-1:], is_last=True))
     mine = make_updates(config, objective, groups[-1:], parallel_state.get_data_parallel_rank())[0].batches
     everybody: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(everybody, sum(not batch.sample_indices for batch in mine))
+    dist.all_gather_object(everybody, sum(not batch.trajectory_indices for batch in mine))
     shortest = min(length for batch in update.batches for length in batch.lengths)
     said = {"first": first, "last": last, "empty": max(everybody), "shortest": shortest}
     said["weights"] = digest(dict(weights.gather(dtype=torch.float32)))

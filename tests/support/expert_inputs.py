@@ -11,7 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from posttrain.config.schema import Architecture
-from posttrain.types import Sample
+from posttrain.types import Trajectory
 
 # (layer, expert, "gate_up" or "down") -> inputs [tokens, columns]
 Inputs = dict[tuple[int, int, str], torch.Tensor]
@@ -52,8 +52,8 @@ def inputs_in_transformers(folder: Path, arch: Architecture, sequences: Sequence
     return {place: torch.cat(seen) for place, seen in products.seen.items()}
 
 
-def samples_of(sequences: Sequence[torch.Tensor]) -> list[Sample]:
+def samples_of(sequences: Sequence[torch.Tensor]) -> list[Trajectory]:
     return [
-        Sample(i, 0, tuple(s[:-1].tolist()), tuple(s[-1:].tolist()), (), "stop", None, None)
+        Trajectory.of_response(tuple(s[:-1].tolist()), tuple(s[-1:].tolist()), prompt_id=i)
         for i, s in enumerate(sequences)
     ]

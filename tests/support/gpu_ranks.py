@@ -100,9 +100,7 @@ def steps(order: dict[str, Any]) -> dict[str, Any]:
     turns = Colocation(SleepingTrainer(policy), NoEngines(), lambda: None)
     for step in (1, 2, 3):
         groups = MadeUpRollouts(config).of_step(step).groups
-        lengths = [
-            len(sample.prompt_tokens) + len(sample.response_tokens) for group in groups for sample in group.samples
-        ]
+        lengths = [sample.num_tokens for group in groups for sample in group.trajectories]
         (made,), clock = make_updates(config, objective, groups, 0), PhaseClock(step, turns.enter)
         with clock.phase("old_logprobs"):
             made = made.with_old_logprobs(train_step.compute_logprobs(policy, made.batches))

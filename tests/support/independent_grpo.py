@@ -66,17 +66,19 @@ class IndependentGrpo:
         ]
         self._optimizer = torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps)
 
-    def logprobs(self, prompt: Sequence[int], response: Sequence[int]) -> torch.Tensor:
-        """Return the log-probability of each response token."""
-        return self._distributions(prompt, response)[range(len(response)), list(response)]
+    def logprobs(self, tokens: Sequence[int], mask: Sequence[int]) -> torch.Tensor:
+        """Return the log-probability of each sampled token."""
+        sampled = [token for token, is_sampled in zip(tokens, mask, strict=True) if is_sampled]
+        return self._distributions(tokens, mask)[range(len(sampled)), sampled]
 
-    def _distributions(self, prompt: Sequence[int], response: Sequence[int]) -> torch.Tensor:
-        """Return the log-probability of every word at each response token, [response, V]."""
-        logits = self.model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
+    def _distributions(self, tokens: Sequence[int], mask: Sequence[int]) -> torch.Tensor:
+        """Return the log-probability of every word at each sampled token, [sampled, V]."""
+        before = [place - 1 for place, is_sampled in enumerate(mask) if is_sampled]
+        logits = self.model(torch.tensor([[*tokens]])).logits[0, before]
         return torch.log_softmax(logits / self._settings.temperature, -1)
 
     def update(self, samples: Sequence[Any], old: Sequence[torch.Tensor], advantage: np.ndarray, lr: float) -> dict:
-        """Make one step of AdamW on samples with prompt and response, and return what it did.
+        """Make one step of AdamW on samples with tokens and the mask of those sampled, and return what it did.
 
         The loss is the mean over samples of the mean over tokens of -min(w A, clip(w) A).
         """
@@ -84,8 +86,8 @@ class IndependentGrpo:
         self._optimizer.zero_grad()
         new, entropies, loss = [], [], 0.0
         for sample, before, value in zip(samples, old, advantage, strict=True):
-            words = self._distributions(sample.prompt_tokens, sample.response_tokens)
-            now = words[range(len(words)), list(sample.response_tokens)]
+            words = self._distributions(sample.tokens, sample.loss_mask)
+            now = words[range(len(words)), list(sample.sampled_tokens)]
             logs = words.detach().double().numpy()
             entropies.append(-(np.exp(logs) * logs).sum(-1))
             ratio = torch.exp(now - before)

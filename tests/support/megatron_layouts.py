@@ -21,13 +21,13 @@ from tests.support.hub_tensors import fill
 from tests.support.quantised import quantised
 
 from posttrain.config.schema import Config
-from posttrain.types import Prompt, Sample, SampleGroup
+from posttrain.types import Prompt, Trajectory, TrajectoryGroup
 
 # Of FP8; the first is the Hub's own precision.
 STRATEGIES = ("", "block", "channel", "tensor")
 
 
-def make_groups(vocab_size: int, num_groups: int = 3, size: int = 4, seed: int = 11) -> list[SampleGroup]:
+def make_groups(vocab_size: int, num_groups: int = 3, size: int = 4, seed: int = 11) -> list[TrajectoryGroup]:
     generator = torch.Generator().manual_seed(seed)
     groups = []
     for prompt_id in range(num_groups):
@@ -36,8 +36,12 @@ def make_groups(vocab_size: int, num_groups: int = 3, size: int = 4, seed: int =
         for index in range(size):
             response = tuple(torch.randint(2, vocab_size, (5 + 6 * index,), generator=generator).tolist())
             logprobs = tuple([-4.0] * len(response))
-            samples.append(Sample(prompt_id, index, prompt, response, logprobs, "stop", 0, float(index % 2)))
-        groups.append(SampleGroup(Prompt(prompt_id, (), ""), tuple(samples)))
+            samples.append(
+                Trajectory.of_response(
+                    prompt, response, logprobs, 0, prompt_id=prompt_id, sample_index=index, reward=float(index % 2)
+                )
+            )
+        groups.append(TrajectoryGroup(Prompt(prompt_id, (), ""), tuple(samples)))
     return groups
 
 

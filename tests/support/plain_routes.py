@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from posttrain.types import SampleGroup
+from posttrain.types import TrajectoryGroup
 
 
 @contextmanager
@@ -24,17 +24,17 @@ def watched_routers(model: Any):
         hook.remove()
 
 
-def share_of_others(folder: Path, groups: Sequence[SampleGroup]) -> float:
+def share_of_others(folder: Path, groups: Sequence[TrajectoryGroup]) -> float:
     """Return the share of samples' places that went to another expert than a checkpoint's own routers send them to."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     others = places = 0
-    for sample in (sample for group in groups for sample in group.samples):
+    for sample in (sample for group in groups for sample in group.trajectories):
         routes = sample.routes
         assert routes
         told = np.memmap(routes.file, routes.dtype, "r", routes.offset, routes.shape)
-        tokens = torch.tensor([[*sample.prompt_tokens, *sample.response_tokens]])[:, :-1]
+        tokens = torch.tensor([sample.tokens])[:, :-1]
         with torch.no_grad(), watched_routers(model) as seen:
             model(tokens)
         expected = np.stack(seen)

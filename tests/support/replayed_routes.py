@@ -18,17 +18,19 @@ from tests.support.hub_tensors import fill
 
 from posttrain.config.schema import Architecture, Config
 from posttrain.rl.rollout.rollout_store import RolloutStore
-from posttrain.types import SampleGroup
+from posttrain.types import TrajectoryGroup
 
 
-def routed(groups: Sequence[SampleGroup], arch: Architecture, folder: Path, seed: int = 5) -> list[SampleGroup]:
+def routed(groups: Sequence[TrajectoryGroup], arch: Architecture, folder: Path, seed: int = 5) -> list[TrajectoryGroup]:
     """Return the groups with routes that no router would choose, from a file in a folder."""
-    samples = [sample for group in groups for sample in group.samples]
+    samples = [sample for group in groups for sample in group.trajectories]
     generator = np.random.default_rng(seed)
     routes = RolloutStore(folder).write_routes(0, 0, [draw(generator, arch, s.num_tokens - 1) for s in samples])
     told = iter(routes)
     return [
-        dataclasses.replace(group, samples=tuple(dataclasses.replace(s, routes=next(told)) for s in group.samples))
+        dataclasses.replace(
+            group, trajectories=tuple(dataclasses.replace(s, routes=next(told)) for s in group.trajectories)
+        )
         for group in groups
     ]
 

@@ -10,7 +10,7 @@ from tests.support.independent_grpo import Settings
 from tests.support.megatron_single import test_config
 from tests.support.tiny_checkpoint import TRAINED
 
-from posttrain.types import Prompt, Sample, SampleGroup
+from posttrain.types import Prompt, Trajectory, TrajectoryGroup
 
 LR, UPDATES_PER_STEP, SAMPLES_PER_UPDATE = 1e-3, 2, 12
 # Three steps of warm-up, by hand.
@@ -43,7 +43,7 @@ def trained_config(**algorithm):
     return dataclasses.replace(config, **changed)
 
 
-def rollout(step: int, num_groups: int = 6, size: int = 4) -> list[SampleGroup]:
+def rollout(step: int, num_groups: int = 6, size: int = 4) -> list[TrajectoryGroup]:
     """Responses of all lengths to prompts of all lengths, with rewards that differ, but for one group."""
     generator = np.random.default_rng(step)
     groups = []
@@ -55,9 +55,24 @@ def rollout(step: int, num_groups: int = 6, size: int = 4) -> list[SampleGroup]:
             response = tuple(generator.integers(2, TRAINED.vocab_size, 1 + 4 * place + prompt_id).tolist())
             reward = 0.5 if prompt_id == 3 else float(np.float32(generator.random()))
             logprobs = (-4.0,) * len(response)
-            samples.append(Sample(prompt_id, place, prompt, response, logprobs, "stop", step, reward))
-        groups.append(SampleGroup(Prompt(prompt_id, (), ""), tuple(samples)))
+            samples.append(
+                Trajectory.of_response(
+                    prompt, response, logprobs, step, prompt_id=prompt_id, sample_index=place, reward=reward
+                )
+            )
+        groups.append(TrajectoryGroup(Prompt(prompt_id, (), ""), tuple(samples)))
     return groups
+
+
+def with_turns(group: TrajectoryGroup) -> TrajectoryGroup:
+    """Return a group of which the model only read the second, third and fifth token of each response."""
+
+    def turned(one: Trajectory) -> Trajectory:
+        gaps = {len(one.prompt_tokens) + place for place in (1, 2, 4)}
+        mask = tuple(int(sampled and place not in gaps) for place, sampled in enumerate(one.loss_mask))
+        return dataclasses.replace(one, loss_mask=mask, logprobs=one.logprobs[: sum(mask)], versions=())
+
+    return dataclasses.replace(group, trajectories=tuple(map(turned, group.trajectories)))
 
 
 def objective_of(policy):

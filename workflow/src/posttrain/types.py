@@ -1,4 +1,4 @@
-"""The types that several packages share: prompts, samples, groups, batches.
+"""The types that several packages share: prompts, trajectories, groups.
 
 Shape letters used across the library: B sequences, T tokens of a packed micro-batch, S longest sequence,
 H hidden size, N heads, V vocabulary, E experts, K keys kept by the indexer (top-k).
@@ -7,8 +7,9 @@ H hidden size, N heads, V vocabulary, E experts, K keys kept by the indexer (top
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
 
 
@@ -49,12 +50,12 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Routes:
-    """The experts to which an engine routed a sample's tokens: a section of a file of expert ids.
+    """The experts to which an engine routed a trajectory's tokens: a section of a file of expert ids.
 
     Args:
-        file: The file, which also contains the ids of other samples.
-        offset: Offset of this sample's section in bytes.
-        shape: (MoE layers, tokens, experts per token); the last token of a sample is never routed and is left out.
+        file: The file, which also contains the ids of other trajectories.
+        offset: Offset of this trajectory's section in bytes.
+        shape: (MoE layers, tokens, experts per token); the last token is never routed and is left out.
         dtype: NumPy's name of the ids' type: "uint8", or "int16" with more than 256 experts.
         digest: xxh3_64 of the bytes, in hex digits.
     """
@@ -80,37 +81,56 @@ class Routes:
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One prompt with one response.
+class VersionSpan:
+    """Consecutive sampled tokens of one weight version.
+
+    Args:
+        version: Version of the engine's weights; None if the engine does not report it.
+        num_tokens: Sampled tokens, at least 1.
+    """
+
+    version: int | None
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """Everything that the model read and wrote for one prompt: the unit that flows from an engine to the loss.
+
+    In the ordinary case it is a prompt followed by one response (`of_response`). An agent's also has tokens between
+    sampled ones that the model only read, such as the output of a tool.
 
     Args:
         prompt_id: Id of its `Prompt`.
         sample_index: Its place in the group, 0 .. num_samples_per_prompt - 1.
-        prompt_tokens: Token ids of the rendered prompt.
-        response_tokens: Token ids of the response, including the end token if the engine emitted one.
-        rollout_logprobs: The engine's natural-log probabilities of `response_tokens`, one each; empty for a
-            response that no engine sampled.
+        tokens: Everything the model read or wrote, in order.
+        loss_mask: One per token: 1 where the model sampled the token (offline: where it is to be learned), else 0.
+        logprobs: The engine's natural-log probabilities of the sampled tokens, in order; empty if no engine sampled.
+        versions: Weight versions of the sampled tokens, in order; empty if no engine sampled.
         finish_reason: "stop" (end token) or "length" (cut at max_response_tokens).
-        weight_version: Version of the engine's weights; None if the engine does not report it.
-        reward: Weighted sum of the graders' scores; None if no grader applied or one failed, which excludes the sample
-            from its group.
+        reward: Weighted sum of the graders' scores; None if no grader applied or one failed, which excludes the
+            trajectory from its group.
         scores: Grader -> its score; None if it does not apply or has failed.
         parts: Additional numbers reported by graders, `grader/name` -> value.
         failure: Why a grader failed, with its name; "" if none failed.
         routes: The experts of its tokens in the engine; None if not recorded.
 
+    Raises:
+        ValueError: Lengths disagree, the mask has another value, or it marks no token or the first, which nothing
+            predicts.
+
     Example:
-        prompt_tokens (5, 9, 3), response_tokens (7, 1), rollout_logprobs (-0.2, -0.1): the packed sequence has five
-        tokens, and the two losses are at positions 2 and 3, whose logits predict tokens 7 and 1.
+        Tokens (5, 9, 3, 7, 1), mask (0, 0, 0, 1, 1), logprobs (-0.2, -0.1): the losses are at positions 2 and 3, whose
+        logits predict tokens 7 and 1.
     """
 
     prompt_id: int
     sample_index: int
-    prompt_tokens: tuple[int, ...]
-    response_tokens: tuple[int, ...]
-    rollout_logprobs: tuple[float, ...]
+    tokens: tuple[int, ...]
+    loss_mask: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[VersionSpan, ...]
     finish_reason: str
-    weight_version: int | None
     reward: float | None
     scores: Mapping[str, float | None] = field(default_factory=dict)
     parts: Mapping[str, float] = field(default_factory=dict)
@@ -118,53 +138,166 @@ class Sample:
     routes: Routes | None = None
 
     def __post_init__(self) -> None:
-        assert self.response_tokens, f"prompt {self.prompt_id} sample {self.sample_index}: a response without tokens"
-        assert len(self.rollout_logprobs) in (0, len(self.response_tokens)), (
-            f"prompt {self.prompt_id} sample {self.sample_index}: {len(self.response_tokens)} response tokens, "
-            f"{len(self.rollout_logprobs)} log-probabilities"
-        )
+        if wrong := self._problem():
+            raise ValueError(f"prompt {self.prompt_id} sample {self.sample_index}: {wrong}")
+
+    def _problem(self) -> str:
+        """Return what is inconsistent, "" if nothing is."""
+        if len(self.loss_mask) != len(self.tokens):
+            return f"{len(self.tokens)} tokens with a loss mask of {len(self.loss_mask)}"
+        if not {*self.loss_mask} <= {0, 1}:
+            return f"the loss mask has values {sorted({*self.loss_mask})}; only 0 and 1 are allowed"
+        count = self.num_sampled
+        if not count:
+            return "no token is sampled"
+        if self.loss_mask[0]:
+            return "the first token is sampled, but nothing predicts it"
+        if len(self.logprobs) not in (0, count):
+            return f"{count} sampled tokens, {len(self.logprobs)} log-probabilities"
+        if any(span.num_tokens < 1 for span in self.versions):
+            return "a weight version without tokens"
+        if self.versions and (covered := sum(span.num_tokens for span in self.versions)) != count:
+            return f"{count} sampled tokens, weight versions of {covered}"
         if self.routes and self.routes.shape[1] != self.num_tokens - 1:
-            raise ValueError(f"routes of {self.routes.shape[1]} tokens for a sample of {self.num_tokens}")
+            return f"{self.num_tokens} tokens, routes of {self.routes.shape[1]}; the last token has none"
+        return ""
+
+    @classmethod
+    def of_response(
+        cls,
+        prompt_tokens: Sequence[int],
+        response_tokens: Sequence[int],
+        logprobs: Sequence[float] = (),
+        version: int | None = None,
+        *,
+        prompt_id: int,
+        sample_index: int = 0,
+        finish_reason: str = "stop",
+        reward: float | None = None,
+        **graded: Any,
+    ) -> Trajectory:
+        """Return the trajectory of one prompt with one response.
+
+        Args:
+            prompt_tokens: Token ids of the rendered prompt.
+            response_tokens: Token ids of the response, including the end token if the engine emitted one.
+            logprobs: One per response token; empty if no engine sampled the response.
+            version: Weight version that sampled the response.
+            prompt_id: See the class, as the others.
+            sample_index: Its place in the group.
+            finish_reason: "stop" or "length".
+            reward: None if not graded.
+            graded: The other fields.
+        """
+        count = len(response_tokens)
+        is_sampled = count > 0 and (len(logprobs) > 0 or version is not None)
+        return cls(
+            prompt_id=prompt_id,
+            sample_index=sample_index,
+            tokens=(*prompt_tokens, *response_tokens),
+            loss_mask=(0,) * len(prompt_tokens) + (1,) * count,
+            logprobs=tuple(logprobs),
+            versions=(VersionSpan(version, count),) * is_sampled,
+            finish_reason=finish_reason,
+            reward=reward,
+            **graded,
+        )
 
     @property
     def num_tokens(self) -> int:
-        """Length of prompt and response together."""
-        return len(self.prompt_tokens) + len(self.response_tokens)
+        """Number of tokens, read and sampled."""
+        return len(self.tokens)
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of sampled tokens."""
+        return sum(self.loss_mask)
+
+    @property
+    def sampled_tokens(self) -> tuple[int, ...]:
+        """The sampled tokens, without those that the model read between them."""
+        return tuple(compress(self.tokens, self.loss_mask))
+
+    @property
+    def prompt_tokens(self) -> tuple[int, ...]:
+        """The tokens before the first sampled one."""
+        return self.tokens[: self.loss_mask.index(1)]
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The lowest reported weight version; None if none is reported."""
+        return min(self._reported(), default=None)
+
+    @property
+    def newest_version(self) -> int | None:
+        """The highest reported weight version; None if none is reported."""
+        return max(self._reported(), default=None)
+
+    def _reported(self) -> list[int]:
+        return [span.version for span in self.versions if span.version is not None]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the trajectory as plain JSON types; the mask is a text with one digit per token."""
+        # `asdict` would visit each of millions of tokens.
+        plain = {name: value for name, value in vars(self).items() if name != "routes"} | {
+            "loss_mask": bytes(self.loss_mask).translate(_TO_DIGITS).decode(),
+            "versions": [dict(vars(span)) for span in self.versions],
+        }
+        return plain | ({"routes": dict(vars(self.routes))} if self.routes else {})
+
+    @classmethod
+    def from_dict(cls, row: Mapping[str, Any]) -> Trajectory:
+        """Rebuild a trajectory from `as_dict`, or from a sample that an older release stored; floats keep their bits.
+
+        Raises:
+            ValueError: It is inconsistent.
+        """
+        routes = Routes.from_dict(row.get("routes"))
+        if "response_tokens" in row:
+            return _from_old_sample(row, routes)
+        mask = str(row["loss_mask"]).encode().translate(_FROM_DIGITS)
+        versions = tuple(VersionSpan(**span) for span in row["versions"])
+        rows = {"tokens": tuple(row["tokens"]), "loss_mask": tuple(mask), "logprobs": tuple(row["logprobs"])}
+        return cls(**{**row, **rows, "versions": versions, "routes": routes})
+
+
+_TO_DIGITS, _FROM_DIGITS = bytes.maketrans(b"\0\1", b"01"), bytes.maketrans(b"01", b"\0\1")
+# Fields of a stored sample, the form of a trajectory before there were several sampled stretches -> `of_response`'s.
+_OLD_FIELDS = {"rollout_logprobs": "logprobs", "weight_version": "version"}
+
+
+def _from_old_sample(row: Mapping[str, Any], routes: Routes | None) -> Trajectory:
+    return Trajectory.of_response(
+        **{_OLD_FIELDS.get(name, name): value for name, value in row.items()} | {"routes": routes}
+    )
 
 
 @dataclass(frozen=True)
-class SampleGroup:
-    """All samples of one prompt in one step, whose rewards are compared with each other."""
+class TrajectoryGroup:
+    """All trajectories of one prompt in one step, whose rewards are compared with each other.
+
+    Args:
+        prompt: The prompt.
+        trajectories: One per sample.
+        position: Its place in the run's queue; -1 where groups belong to a step's place.
+    """
 
     prompt: Prompt
-    samples: tuple[Sample, ...]
+    trajectories: tuple[Trajectory, ...]
+    position: int = -1
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the group as plain JSON types."""
-        return {"prompt": self.prompt.as_dict(), "samples": [_as_dict(sample) for sample in self.samples]}
+        """Return the group as plain JSON types, without a position that is unset."""
+        position = {"position": self.position} if self.position >= 0 else {}
+        trajectories = [trajectory.as_dict() for trajectory in self.trajectories]
+        return {"prompt": self.prompt.as_dict(), "trajectories": trajectories, **position}
 
     @staticmethod
-    def from_dict(row: dict[str, Any]) -> SampleGroup:
-        """Rebuild a group from `as_dict`; floats keep their bits."""
-        samples = tuple(
-            Sample(
-                **{
-                    **sample,
-                    "prompt_tokens": tuple(sample["prompt_tokens"]),
-                    "response_tokens": tuple(sample["response_tokens"]),
-                    "rollout_logprobs": tuple(sample["rollout_logprobs"]),
-                    "routes": Routes.from_dict(sample.get("routes")),
-                }
-            )
-            for sample in row["samples"]
-        )
-        return SampleGroup(Prompt.from_dict(row["prompt"]), samples)
-
-
-def _as_dict(sample: Sample) -> dict[str, Any]:
-    # `asdict` would visit each of millions of tokens.
-    plain = {name: value for name, value in vars(sample).items() if name != "routes"}
-    return plain | ({"routes": dict(vars(sample.routes))} if sample.routes else {})
+    def from_dict(row: Mapping[str, Any]) -> TrajectoryGroup:
+        """Rebuild a group from `as_dict`, or from a group that an older release stored; floats keep their bits."""
+        stored = row["samples"] if "samples" in row else row["trajectories"]
+        trajectories = tuple(Trajectory.from_dict(one) for one in stored)
+        return TrajectoryGroup(Prompt.from_dict(row["prompt"]), trajectories, row.get("position", -1))
 
 
 def label_text(label: Any) -> str:
@@ -181,5 +314,5 @@ class RolloutResult:
         num_replayed: Number of groups that an earlier attempt had finished.
     """
 
-    groups: list[SampleGroup]
+    groups: list[TrajectoryGroup]
     num_replayed: int

@@ -1,4 +1,4 @@
-"""Rollouts of a rehearsal, with enough samples to fill a few rows of every data-parallel rank."""
+"""Rollouts of a rehearsal, with enough trajectories to fill a few rows of every data-parallel rank."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from posttrain.plan.sizing.assumptions import ASSUMPTIONS
 from posttrain.rl.engines.routes import smallest
 from posttrain.rl.rollout.rollout_store import RolloutStore
 from posttrain.rl.training.batch import plan_rows, row_multiples
-from posttrain.types import Prompt, RolloutResult, Routes, Sample, SampleGroup
+from posttrain.types import Prompt, RolloutResult, Routes, Trajectory, TrajectoryGroup
 from posttrain_rehearsal.sampled_shapes import AS_PLANNED, Length, SampledShapes, rehearsed_row
 
-# Lengths of the first step's samples, as fractions of the longest: most have the first, some of the first data-parallel
-# rank's the second, some of the other ranks' the third. Each new length of a row takes time, so there are few.
+# Lengths of the first step's trajectories, as fractions of the longest: most have the first, some of the first
+# data-parallel rank's the second, some of the other ranks' the third. Each new length of a row takes time, so there are
+# few.
 SHORTER, AT_LEAST = (0.6, 0.15, 0.05), (2, 3, 2)
 # Minimum rows of a rank in the second step; the first has fewer, of different lengths.
 FEWEST_ROWS = 3
-# At most this many samples of a rank are shortened.
+# At most this many trajectories of a rank are shortened.
 TRIES = 3
 # A step beyond every rehearsal.
 NEVER = 100
@@ -38,7 +39,7 @@ def shortened(config: Config, drawn: SampledShapes = AS_PLANNED) -> Config:
 
     Args:
         config: The resolved configuration.
-        drawn: With given lengths, which may be shorter, a row holds more samples.
+        drawn: With given lengths, which may be shorter, a row holds more trajectories.
     """
     stages, at_a_time = config.parallel.pipeline_model_parallel_size, micro_batch_multiple(config)
     rows, fullest = max(FEWEST_ROWS, stages, 2 * at_a_time), fullest_micro_batch(config, ASSUMPTIONS)
@@ -59,10 +60,10 @@ def shortened(config: Config, drawn: SampledShapes = AS_PLANNED) -> Config:
 
 
 class MadeUpRollouts:
-    """A `RolloutMaker`: the second step has the longest possible samples, the first shorter ones.
+    """A `RolloutMaker`: the second step has the longest possible trajectories, the first shorter ones.
 
     The optimizer's state exists only after the first update. With given lengths, the first step gets the shorter half
-    of the drawn samples, the second the longer half.
+    of the drawn trajectories, the second the longer half.
 
     Args:
         config: From `shortened`.
@@ -79,16 +80,24 @@ class MadeUpRollouts:
 
     def of_step(self, step: int) -> RolloutResult:
         """Return one group of a step, from 1; rewards alternate between 0 and 1, so that advantages are not 0."""
-        samples = [
+        trajectories = [
             self._routed(
-                Sample(0, index, (1,) * prompt, (1,) * response, (-1.0,) * response, "stop", 0, float(index % 2))
+                Trajectory.of_response(
+                    (1,) * prompt,
+                    (1,) * response,
+                    (-1.0,) * response,
+                    0,
+                    prompt_id=0,
+                    sample_index=i,
+                    reward=float(i % 2),
+                )
             )
-            for index, (prompt, response) in enumerate(self._lengths(step))
+            for i, (prompt, response) in enumerate(self._lengths(step))
         ]
-        return RolloutResult([SampleGroup(Prompt(0, (), ""), tuple(samples))], 0)
+        return RolloutResult([TrajectoryGroup(Prompt(0, (), ""), tuple(trajectories))], 0)
 
     def _one_file(self) -> Routes:
-        """Write the routes of the longest sample: its tokens go to all experts in turn."""
+        """Write the routes of the longest trajectory: its tokens go to all experts in turn."""
         arch, tokens = self._config.model.architecture, max(2, self._longest, *map(sum, self._drawn.lengths))
         layers = arch.num_hidden_layers - arch.first_k_dense_replace
         places = np.arange(tokens * layers * arch.num_experts_per_tok) % arch.n_routed_experts
@@ -96,12 +105,12 @@ class MadeUpRollouts:
         self._folder = tempfile.TemporaryDirectory(prefix="routes-")  # deleted with this object
         return RolloutStore(Path(self._folder.name)).write_routes(0, 0, [routes])[0]
 
-    def _routed(self, sample: Sample) -> Sample:
-        """Return a sample with routes; all samples use the beginning of one file."""
+    def _routed(self, trajectory: Trajectory) -> Trajectory:
+        """Return a trajectory with routes; all trajectories use the beginning of one file."""
         if not self._routes:
-            return sample
+            return trajectory
         layers, _, per_token = self._routes.shape
-        return replace(sample, routes=replace(self._routes, shape=(layers, sample.num_tokens - 1, per_token)))
+        return replace(trajectory, routes=replace(self._routes, shape=(layers, trajectory.num_tokens - 1, per_token)))
 
     def _lengths(self, step: int) -> list[Length]:
         count, response = self._config.rollout.num_samples_per_prompt, self._config.rollout.max_response_tokens
@@ -114,9 +123,9 @@ class MadeUpRollouts:
         return [(whole - answer, answer) for whole in wholes for answer in [min(response, whole - 1)]]
 
     def _shorter(self, count: int) -> list[int]:
-        """Return lengths of samples that fill fewer rows than the longest do; each rank's rows differ in length.
+        """Return lengths of trajectories that fill fewer rows than the longest do; each rank's rows differ in length.
 
-        The first two ranks' rows differ, too. If samples are very short, these differences may vanish.
+        The first two ranks' rows differ, too. If trajectories are very short, these differences may vanish.
         """
         lengths = (int(self._longest * share) for share in SHORTER)
         most, some, others = map(max, AT_LEAST, lengths)

@@ -44,8 +44,8 @@ def provide(recorder: Recorder, device: SimulatedDevice, spoils: bool) -> None:
     def update(self: TrainingRun, given: Any, lr: float, look: Any, is_last: bool) -> Any:
         recorder.sums.clear()
         statistics = apply(self, given, lr, look, is_last)
-        if _are_alike(given.samples):
-            trained = sum(len(sample.response_tokens) for sample in given.samples)
+        if _are_alike(given.trajectories):
+            trained = sum(trajectory.num_sampled for trajectory in given.trajectories)
             where = next((where for where, values in recorder.sums if statistics.num_tokens in values), "")
             recorder.counted.append(("tokens in an update", statistics.num_tokens, trained, where))
         if recorder.step == SPOILED_STEP and is_last:
@@ -60,7 +60,9 @@ def provide(recorder: Recorder, device: SimulatedDevice, spoils: bool) -> None:
     def log_step(self: TrainingRun, step: int, rollout: Any, updates: Sequence[Any], *rest: Any) -> Any:
         recorder.sums.clear()
         metrics = log(self, step, rollout, updates, *rest)
-        if self.config.model.architecture.n_routed_experts and all(_are_alike(update.samples) for update in updates):
+        if self.config.model.architecture.n_routed_experts and all(
+            _are_alike(update.trajectories) for update in updates
+        ):
             _count_routed(recorder, self.config, updates)
         return metrics
 
@@ -79,8 +81,8 @@ def _count_routed(recorder: Recorder, config: Config, updates: Sequence[Any]) ->
         recorder.counted.append(("routed tokens in a step", int(sum(counts)), expected, where))
 
 
-def _are_alike(samples: Sequence[Any]) -> bool:
-    return len({sample.num_tokens for sample in samples}) == 1
+def _are_alike(trajectories: Sequence[Any]) -> bool:
+    return len({trajectory.num_tokens for trajectory in trajectories}) == 1
 
 
 @contextmanager

@@ -6,20 +6,23 @@ import torch
 from tests.support.algorithms import objective, settings
 
 from posttrain.rl.algorithm.advantage import grpo
-from posttrain.types import Prompt, Sample, SampleGroup
+from posttrain.types import Prompt, Trajectory, TrajectoryGroup
 
 
-def _group(prompt_id: int, rewards: list[float], sample_prompt_id: int | None = None) -> SampleGroup:
+def _group(prompt_id: int, rewards: list[float], sample_prompt_id: int | None = None) -> TrajectoryGroup:
     owner = prompt_id if sample_prompt_id is None else sample_prompt_id
-    samples = tuple(Sample(owner, i, (1, 2), (3,), (-0.5,), "stop", 0, reward) for i, reward in enumerate(rewards))
-    return SampleGroup(Prompt(prompt_id, ({"role": "user", "content": "?"},), "label"), samples)
+    samples = tuple(
+        Trajectory.of_response((1, 2), (3,), (-0.5,), 0, prompt_id=owner, sample_index=i, reward=reward)
+        for i, reward in enumerate(rewards)
+    )
+    return TrajectoryGroup(Prompt(prompt_id, ({"role": "user", "content": "?"},), "label"), samples)
 
 
 def grpo_advantages(rewards: torch.Tensor, normalize_by_std: bool) -> torch.Tensor:
     return grpo.advantages(rewards, torch.ones_like(rewards), settings(normalize_by_std=normalize_by_std))
 
 
-def group_advantages(groups: list[SampleGroup], normalize_by_std: bool) -> torch.Tensor:
+def group_advantages(groups: list[TrajectoryGroup], normalize_by_std: bool) -> torch.Tensor:
     return objective(normalize_by_std=normalize_by_std).advantages(groups)
 
 
@@ -171,7 +174,7 @@ def test_a_group_of_one_and_whole_numbers_as_rewards():
 @pytest.mark.parametrize(
     ("groups", "text"),
     [
-        ([_group(1, [1.0, 0.0], sample_prompt_id=2)], "the group of prompt 1 holds samples of prompts"),
+        ([_group(1, [1.0, 0.0], sample_prompt_id=2)], "the group of prompt 1 holds trajectories of prompts"),
         ([_group(1, [1.0, 0.0]), _group(2, [0.0])], r"sizes \[1, 2\]"),
         ([_group(1, [])], r"sizes \[0\]"),
         ([], r"sizes \[\]"),

@@ -9,7 +9,7 @@ from tests.support.algorithms import settings as algorithm
 from posttrain.rl.algorithm.clip.decoupled import token_losses
 from posttrain.rl.batching.packed_batch import PackedBatch, build_packed_batch
 from posttrain.rl.batching.packing import pack
-from posttrain.types import Sample
+from posttrain.types import Trajectory
 
 AGGREGATIONS = ("sample_mean", "token_mean", "constant")
 
@@ -58,34 +58,34 @@ def test_a_response_without_tokens_is_refused():
 
 
 @st.composite
-def _batches(draw: st.DrawFn) -> tuple[list[Sample], int, int, int]:
+def _batches(draw: st.DrawFn) -> tuple[list[Trajectory], int, int, int]:
     ranks = draw(st.sampled_from((1, 2, 4)))
     lengths = draw(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 9)), min_size=4, max_size=12))
     lengths = lengths[: len(lengths) // ranks * ranks]  # the configuration sees to it
     samples = [
-        Sample(i, 0, (1,) * prompt, (2,) * response, (-1.0,) * response, "stop", 0, 0.0)
+        Trajectory.of_response((1,) * prompt, (2,) * response, (-1.0,) * response, 0, prompt_id=i, reward=0.0)
         for i, (prompt, response) in enumerate(lengths)
     ]
     return samples, draw(st.integers(15, 60)), ranks, draw(st.sampled_from((1, 2, 4)))
 
 
-def _token_values(samples: list[Sample], seed: int) -> list[torch.Tensor]:
+def _token_values(samples: list[Trajectory], seed: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(len(s.response_tokens), generator=generator, dtype=torch.float64) for s in samples]
+    return [torch.randn(s.num_sampled, generator=generator, dtype=torch.float64) for s in samples]
 
 
 def _place(batch: PackedBatch, values: list[torch.Tensor]) -> torch.Tensor:
     """Return values per response token in the row of a micro-batch."""
     row = torch.zeros(len(batch.tokens), dtype=torch.float64)
-    row[batch.loss_mask > 0] = torch.cat([row[:0], *(values[i] for i in batch.sample_indices)])  # padding has none
+    row[batch.loss_mask > 0] = torch.cat([row[:0], *(values[i] for i in batch.trajectory_indices)])  # padding has none
     return row
 
 
 def _split_loss(
-    samples: list[Sample], rows: list[PackedBatch], parameter: torch.Tensor, aggregation: str, cp_size: int
+    samples: list[Trajectory], rows: list[PackedBatch], parameter: torch.Tensor, aggregation: str, cp_size: int
 ) -> torch.Tensor:
     """Add up the loss over micro-batches, ranks and context-parallel shares, as the trainer does."""
-    weights = token_weights([len(s.response_tokens) for s in samples], aggregation, longest=10).double()
+    weights = token_weights([s.num_sampled for s in samples], aggregation, longest=10).double()
     advantages = torch.linspace(-1, 1, len(samples), dtype=torch.float64)
     total = torch.zeros((), dtype=torch.float64)
     features, old = _token_values(samples, 0), _token_values(samples, 1)

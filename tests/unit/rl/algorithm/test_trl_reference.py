@@ -21,7 +21,7 @@ from tests.support.algorithms import objective
 from posttrain.rl.algorithm.logprobs import chunked_logprobs
 from posttrain.rl.algorithm.objective import Needs, Objective, TokenBatch
 from posttrain.rl.batching.packed_batch import PackedBatch, build_packed_batch
-from posttrain.types import Prompt, Sample, SampleGroup
+from posttrain.types import Prompt, Trajectory, TrajectoryGroup
 
 NUM_ROLLOUTS, UPDATES_PER_ROLLOUT = 5, 2
 TEMPERATURE, LONGEST = 0.8, 6
@@ -149,10 +149,18 @@ def train_ours(model: torch.nn.Module, case: Case, objective: Objective) -> list
     for number in range(NUM_ROLLOUTS):
         rollout = make_rollout(number, case.reward_scale)
         samples = [
-            Sample(i // GROUP, i % GROUP, rollout.prompts[i // GROUP], response, (-1.0,) * len(response), "stop", 0, r)
+            Trajectory.of_response(
+                rollout.prompts[i // GROUP],
+                response,
+                (-1.0,) * len(response),
+                0,
+                prompt_id=i // GROUP,
+                sample_index=i % GROUP,
+                reward=r,
+            )
             for i, (response, r) in enumerate(zip(rollout.responses, rollout.rewards, strict=True))
         ]
-        groups = [SampleGroup(Prompt(i, (), ""), tuple(samples[i * GROUP :][:GROUP])) for i in range(2)]
+        groups = [TrajectoryGroup(Prompt(i, (), ""), tuple(samples[i * GROUP :][:GROUP])) for i in range(2)]
         advantages = objective.advantages(groups)
         weights = objective.token_weights(RESPONSE_LENGTHS, case.micro_batches)
         rows = [build_packed_batch(samples, indices, multiple_of=8) for indices in case.micro_batches]
@@ -174,7 +182,7 @@ def make_batch(model, row: PackedBatch, advantages, weights, noise: Sequence[tor
     with torch.no_grad():
         old = logprobs_of(model, row)
     engine = old.clone()
-    engine[is_response] += torch.cat([noise[index] for index in row.sample_indices])
+    engine[is_response] += torch.cat([noise[index] for index in row.trajectory_indices])
     spread = (row.spread(advantages), row.spread(weights))
     return TokenBatch(row.lengths, is_response, *spread, old_logprobs=old, engine_logprobs=engine)
 
@@ -306,8 +314,10 @@ def test_fine_tuning_moves_every_parameter_as_in_trl(start, tmp_path) -> None:
 
     objective = SupervisedFineTuning("token_mean", LONGEST)
     assert objective.needs == Needs()
-    samples = [Sample(i, 0, prompt, response, (), "stop", None, 0.0) for i, (prompt, response) in enumerate(pairs)]
-    advantages = objective.advantages([SampleGroup(Prompt(s.prompt_id, (), ""), (s,)) for s in samples])
+    samples = [
+        Trajectory.of_response(prompt, response, prompt_id=i, reward=0.0) for i, (prompt, response) in enumerate(pairs)
+    ]
+    advantages = objective.advantages([TrajectoryGroup(Prompt(s.prompt_id, (), ""), (s,)) for s in samples])
     weights = objective.token_weights(RESPONSE_LENGTHS, MICRO_BATCHES)
     optimizer = torch.optim.AdamW(ours.parameters(), weight_decay=0.0, **ADAMW)
     for _ in range(num_steps):

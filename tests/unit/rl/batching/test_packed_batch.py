@@ -1,16 +1,15 @@
 from dataclasses import replace
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.rl.batching.packed_batch import build_packed_batch
-from posttrain.types import Sample
+from posttrain.types import Trajectory
 
 
-def _sample(prompt: tuple[int, ...], response: tuple[int, ...]) -> Sample:
-    return Sample(0, 0, prompt, response, (-1.0,) * len(response), "stop", 0, 0.0)
+def _sample(prompt: tuple[int, ...], response: tuple[int, ...]) -> Trajectory:
+    return Trajectory.of_response(prompt, response, (-1.0,) * len(response), 0, prompt_id=0, reward=0.0)
 
 
 SAMPLES = [_sample((5, 9), (7, 1)), _sample((4,), (8,)), _sample((6, 6, 6), (2, 3, 1))]
@@ -23,7 +22,7 @@ def test_two_sequences_by_hand():
     assert batch.loss_mask.tolist() == [1, 0, 0, 1, 1, 0, 0, 0]
     assert batch.position_ids.tolist() == [0, 1, 0, 1, 2, 3, 0, 1]
     assert batch.cu_seqlens.tolist() == [0, 2, 6, 8]
-    assert batch.sample_indices == (1, 0)
+    assert batch.trajectory_indices == (1, 0)
     assert (batch.num_padding, batch.padding_fraction) == (2, 0.25)
 
 
@@ -61,7 +60,7 @@ def test_a_row_without_samples_is_padding_alone():
     batch = build_packed_batch(SAMPLES, [], multiple_of=4)
     assert batch.tokens.tolist() == [0, 0, 0, 0]
     assert batch.cu_seqlens.tolist() == [0, 4]
-    assert (batch.sample_indices, batch.num_padding, batch.loss_mask.sum()) == ((), 4, 0)
+    assert (batch.trajectory_indices, batch.num_padding, batch.loss_mask.sum()) == ((), 4, 0)
     assert batch.spread(torch.tensor([10.0, 20.0, 30.0])).tolist() == [0, 0, 0, 0]
     assert batch.response_values(torch.arange(4)) == {}
 
@@ -93,13 +92,18 @@ def test_response_values_are_where_the_responses_are_predicted():
     assert {index: row.tolist() for index, row in values.items()} == {2: [2, 3, 4], 1: [6]}
 
 
-def test_a_sample_without_prompt_is_refused():
-    with pytest.raises(AssertionError, match="sample 1 has no prompt"):
-        build_packed_batch([SAMPLES[0], _sample((), (3,))], [0, 1])
+def test_tokens_between_sampled_stretches_are_read_but_not_learned():
+    turns = Trajectory(0, 0, (5, 9, 7, 1, 4, 4, 3), (0, 0, 1, 1, 0, 0, 1), (), (), "stop", 0.0)
+    batch = build_packed_batch([SAMPLES[0], turns], [1, 0], multiple_of=4, sequence_multiple_of=4)
+    assert batch.tokens[:8].tolist() == [5, 9, 7, 1, 4, 4, 3, 0]
+    assert batch.targets[:8].tolist() == [9, 7, 1, 4, 4, 3, 0, 0]
+    assert batch.loss_mask[:8].tolist() == [0, 1, 1, 0, 0, 1, 0, 0]
+    assert batch.spread(torch.tensor([2.0, 3.0]))[:8].tolist() == [0, 3, 3, 0, 0, 3, 0, 0]
+    assert batch.response_values(batch.targets)[1].tolist() == [7, 1, 3]
 
 
 @st.composite
-def _samples(draw: st.DrawFn) -> list[Sample]:
+def _samples(draw: st.DrawFn) -> list[Trajectory]:
     tokens = st.integers(1, 63)
     rows = st.tuples(st.lists(tokens, min_size=1, max_size=7), st.lists(tokens, min_size=1, max_size=7))
     return [_sample(tuple(p), tuple(r)) for p, r in draw(st.lists(rows, min_size=1, max_size=8))]
@@ -115,15 +119,15 @@ def test_everything_comes_back_out(samples, rng, multiple_of):
     assert batch.num_padding < multiple_of
     # What the loss sees of the targets is exactly the responses.
     found = batch.response_values(batch.targets)
-    assert {i: tuple(row.tolist()) for i, row in found.items()} == {i: s.response_tokens for i, s in enumerate(samples)}
+    assert {i: tuple(row.tolist()) for i, row in found.items()} == {i: s.sampled_tokens for i, s in enumerate(samples)}
     bounds = batch.cu_seqlens.tolist()
     for place, index in enumerate(indices):
         row = slice(bounds[place], bounds[place + 1])
-        sequence = samples[index].prompt_tokens + samples[index].response_tokens
+        sequence = samples[index].tokens
         assert tuple(batch.tokens[row].tolist()) == sequence
         assert batch.position_ids[row].tolist() == list(range(len(sequence)))
         assert tuple(batch.targets[row].tolist()) == (*sequence[1:], 0)
-    assert batch.loss_mask.sum().item() == sum(len(s.response_tokens) for s in samples)
+    assert batch.loss_mask.sum().item() == sum(s.num_sampled for s in samples)
     padding = slice(len(batch.tokens) - batch.num_padding, None)
     assert not batch.tokens[padding].any()
     assert not batch.loss_mask[padding].any()

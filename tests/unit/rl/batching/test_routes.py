@@ -13,20 +13,23 @@ from tests.support.rejections import rejected
 from posttrain.rl.batching.packed_batch import build_packed_batch
 from posttrain.rl.batching.routes import routes_of_row
 from posttrain.rl.rollout.rollout_store import RolloutStore
-from posttrain.types import Sample
+from posttrain.types import Trajectory
 
 LAYERS, CHOSEN, EXPERTS = 5, 2, 6
 
 
-def samples(folder: Path, lengths=((3, 4), (2, 5)), num_experts: int = EXPERTS) -> list[Sample]:
-    plain = [Sample(0, i, (1,) * p, (2,) * r, (-1.0,) * r, "stop", 0, 0.0) for i, (p, r) in enumerate(lengths)]
+def samples(folder: Path, lengths=((3, 4), (2, 5)), num_experts: int = EXPERTS) -> list[Trajectory]:
+    plain = [
+        Trajectory.of_response((1,) * p, (2,) * r, (-1.0,) * r, 0, prompt_id=0, sample_index=i, reward=0.0)
+        for i, (p, r) in enumerate(lengths)
+    ]
     generator, dtype = np.random.default_rng(0), np.uint8 if num_experts <= 256 else np.int16
     drawn = [generator.random((s.num_tokens - 1, LAYERS, num_experts)).argsort(-1)[..., :CHOSEN] for s in plain]
     routes = RolloutStore(folder).write_routes(0, 0, [array.astype(dtype) for array in drawn])
     return [dataclasses.replace(sample, routes=told) for sample, told in zip(plain, routes, strict=True)]
 
 
-def whole(sample: Sample) -> np.ndarray:
+def whole(sample: Trajectory) -> np.ndarray:
     assert sample.routes
     routes = sample.routes
     return np.fromfile(routes.file, routes.dtype, int(np.prod(routes.shape)), offset=routes.offset).reshape(

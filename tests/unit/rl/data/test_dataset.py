@@ -4,7 +4,7 @@ import pytest
 from tests.support.rejections import rejected
 
 from posttrain.rl.data.dataset import load_prompts, write_prompts
-from posttrain.types import Prompt, SampleGroup
+from posttrain.types import Prompt, TrajectoryGroup
 
 USER = ({"role": "user", "content": "é {x} \u2028"},)
 PROMPTS = [
@@ -29,11 +29,11 @@ def test_a_line_says_no_more_than_there_is(tmp_path):
 
 def test_a_stored_rollout_has_its_prompt_whole_and_older_ones_are_read():
     old = {"prompt": {"prompt_id": 3, "messages": list(USER), "label": "2"}, "samples": []}
-    assert SampleGroup.from_dict(old) == SampleGroup(Prompt(3, USER, "2"), ())
-    assert SampleGroup(Prompt(3, USER, "2"), ()).as_dict()["prompt"].keys() == old["prompt"].keys()
+    assert TrajectoryGroup.from_dict(old) == TrajectoryGroup(Prompt(3, USER, "2"), ())
+    assert TrajectoryGroup(Prompt(3, USER, "2"), ()).as_dict()["prompt"].keys() == old["prompt"].keys()
     for prompt in PROMPTS:
-        stored = json.loads(json.dumps(SampleGroup(prompt, ()).as_dict()))
-        assert SampleGroup.from_dict(stored).prompt == prompt
+        stored = json.loads(json.dumps(TrajectoryGroup(prompt, ()).as_dict()))
+        assert TrajectoryGroup.from_dict(stored).prompt == prompt
 
 
 @pytest.mark.parametrize(

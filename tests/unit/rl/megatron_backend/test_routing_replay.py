@@ -50,12 +50,12 @@ class ToldGrpo(IndependentGrpo):
 
     def __init__(self, model, samples):
         self._routers = ToldRouters(model)
-        self._routes = {(s.prompt_tokens, s.response_tokens): read(s.routes) for s in samples}
+        self._routes = {s.tokens: read(s.routes) for s in samples}
         super().__init__(model, SETTINGS)
 
-    def _distributions(self, prompt, response) -> torch.Tensor:
-        self._routers.routes = self._routes[tuple(prompt), tuple(response)]
-        return super()._distributions(prompt, response)
+    def _distributions(self, tokens, mask) -> torch.Tensor:
+        self._routers.routes = self._routes[tokens]
+        return super()._distributions(tokens, mask)
 
 
 def read(routes) -> np.ndarray:
@@ -75,17 +75,17 @@ def test_an_update_equals_that_of_routers_that_are_told(
     groups = routed(rollout(0), TRAINED, tmp_path)
     update = make_updates(config, objective_of(policy), groups, dp_rank=0)[0]
     ours = train_step.compute_logprobs(policy, update.batches)
-    reference = ToldGrpo(make_reference(), update.samples)
+    reference = ToldGrpo(make_reference(), update.trajectories)
     with torch.no_grad():
-        theirs = [reference.logprobs(s.prompt_tokens, s.response_tokens) for s in update.samples]
+        theirs = [reference.logprobs(s.tokens, s.loss_mask) for s in update.trajectories]
     for batch, row in zip(update.batches, ours, strict=True):
         for index, values in batch.response_values(row).items():
             assert (values - theirs[index]).abs().max() <= 1e-5
 
     before = reference.weights()
     said = apply(policy, update.with_old_logprobs(ours), LR)
-    values = advantages([[sample.reward for sample in group.samples] for group in groups])
-    expected = reference.update(update.samples, theirs, values[: len(update.samples)], LR)
+    values = advantages([[sample.reward for sample in group.trajectories] for group in groups])
+    expected = reference.update(update.trajectories, theirs, values[: len(update.trajectories)], LR)
     assert said.grad_norm == pytest.approx(expected["grad_norm"], rel=1e-5)
     assert said.loss == pytest.approx(expected["loss"], rel=1e-5, abs=1e-6)
     after = reference.weights()

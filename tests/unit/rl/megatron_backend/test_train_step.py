@@ -21,9 +21,10 @@ from tests.support.small_updates import (
     trained_config,
     updates_of,
     weights_of,
+    with_turns,
 )
 
-from posttrain.types import SampleGroup
+from posttrain.types import Prompt, Trajectory, TrajectoryGroup
 
 
 @dataclasses.dataclass
@@ -61,10 +62,10 @@ def trained(make_policy, make_reference) -> Trained:
     result = Trained(other.weights(), {}, {}, [], [])
     for step, lr in enumerate(LEARNING_RATES):
         groups = rollout(step)
-        samples = [sample for group in groups for sample in group.samples]
-        values = advantages([[sample.reward for sample in group.samples] for group in groups])
+        samples = [sample for group in groups for sample in group.trajectories]
+        values = advantages([[sample.reward for sample in group.trajectories] for group in groups])
         with torch.no_grad():
-            old = [other.logprobs(sample.prompt_tokens, sample.response_tokens) for sample in samples]
+            old = [other.logprobs(sample.tokens, sample.loss_mask) for sample in samples]
         for number, update in enumerate(updates_of(policy, step)):
             part = slice(number * SAMPLES_PER_UPDATE, (number + 1) * SAMPLES_PER_UPDATE)
             assert len(update.batches) > 2
@@ -207,11 +208,11 @@ def test_a_ratio_to_the_engine_needs_no_pass_of_the_trainer(make_policy, make_re
     policy, other = make_policy(trained_config(old_logprobs="engine")), IndependentGrpo(make_reference(), SETTINGS)
     grpo, groups = objective_of(policy), rollout(0)
     assert (grpo.needs.old_logprobs, grpo.needs.engine_logprobs) == (False, True)
-    values = advantages([[sample.reward for sample in group.samples] for group in groups])
+    values = advantages([[sample.reward for sample in group.trajectories] for group in groups])
     first = make_updates(policy.config, grpo, groups, dp_rank=0)[0]
-    engine = [torch.tensor(sample.rollout_logprobs) for sample in first.samples]
+    engine = [torch.tensor(sample.logprobs) for sample in first.trajectories]
     said = train_step.update(policy, grpo, first.micro_batches(grpo.needs), LR)
-    expected = other.update(first.samples, engine, values[:SAMPLES_PER_UPDATE], LR)
+    expected = other.update(first.trajectories, engine, values[:SAMPLES_PER_UPDATE], LR)
     assert said.named.keys() == expected.keys() - {
         "loss",
         "grad_norm",
@@ -222,6 +223,55 @@ def test_a_ratio_to_the_engine_needs_no_pass_of_the_trainer(make_policy, make_re
         assert value == pytest.approx(expected[name], rel=1e-5), name
     assert said.grad_norm == pytest.approx(expected["grad_norm"], rel=1e-5)
     assert abs(said.named["importance_ratio_mean"] - 1) > 0.1, "the engine is another policy here"
+
+
+def test_an_agents_trajectories_are_trained_where_the_model_sampled(make_policy, make_reference) -> None:
+    """Several sampled stretches: every number and every weight, against GRPO written a second time."""
+    from posttrain.rl.megatron_backend import train_step
+    from posttrain.rl.training.batch import make_updates
+
+    policy, other = make_policy(trained_config()), IndependentGrpo(make_reference(), SETTINGS)
+    grpo, groups, start = objective_of(policy), [with_turns(group) for group in rollout(0)], other.weights()
+    first = make_updates(policy.config, grpo, groups, dp_rank=0)[0]
+    assert sum("10" in "".join(map(str, one.loss_mask)).rstrip("0") for one in first.trajectories) >= 6
+    old = [torch.full((one.num_sampled,), -4.0) for one in first.trajectories]
+    values = advantages([[one.reward for one in group.trajectories] for group in groups])[:SAMPLES_PER_UPDATE]
+    rows = [torch.where(batch.loss_mask > 0, -4.0, 0.0) for batch in first.batches]
+    with torch.no_grad():
+        expected = [other.logprobs(one.tokens, one.loss_mask) for one in first.trajectories]
+    for batch, row in zip(first.batches, train_step.compute_logprobs(policy, first.batches), strict=True):
+        for index, found in batch.response_values(row).items():
+            assert (found - expected[index]).abs().max() <= 1e-5
+    said = dataclasses.asdict(apply(policy, first.with_old_logprobs(rows), LR))
+    theirs = other.update(first.trajectories, old, values, LR)
+    for name, value in (said | said["named"]).items():
+        assert name in ("named", "outcome") or value == pytest.approx(theirs[name], rel=1e-5, abs=1e-6), name
+    ours, expected_weights = weights_of(policy), other.weights()
+    for name in ours.keys() - frozen(ours):
+        move = (expected_weights[name] - start[name]).norm()
+        assert (ours[name] - expected_weights[name]).norm() <= 1e-5 * move + 1e-7 * start[name].norm(), name
+
+
+def test_two_stretches_have_the_loss_of_two_separately_masked_trajectories(make_policy) -> None:
+    from posttrain.rl.algorithm.sft import SupervisedFineTuning
+    from posttrain.rl.megatron_backend import train_step
+    from posttrain.rl.training.batch import make_updates
+
+    policy, sft = make_policy(trained_config()), SupervisedFineTuning("token_mean", longest=32)
+    tokens = tuple(range(5, 17))
+    both, first, second = (
+        (0, 0, 0, 1, 1, 0, 0, 0, 1, 1, 1, 0),
+        (0,) * 3 + (1,) * 2 + (0,) * 7,
+        (0,) * 8 + (1,) * 3 + (0,),
+    )
+    sums = []
+    for masks in ([both], [first, second]):
+        ones = [Trajectory(0, i, tokens, mask, (), (), "stop", 0.0) for i, mask in enumerate(masks)]
+        (update,) = make_updates(policy.config, sft, [TrajectoryGroup(Prompt(0, (), ""), tuple(ones))], dp_rank=0)
+        said = train_step.update(policy, sft, update.micro_batches(sft.needs), lr=0.0)
+        assert said.num_tokens == 5
+        sums.append((said.loss, said.grad_norm))
+    assert sums[0] == pytest.approx(sums[1], rel=1e-6)
 
 
 def test_a_stage_that_computes_no_loss_adds_zeros(policy) -> None:
@@ -237,15 +287,15 @@ def test_given_responses_are_learned_without_rollout_engine_or_old_log_probabili
 
     policy, other = make_policy(trained_config()), IndependentGrpo(make_reference(), SETTINGS)
     given = [
-        SampleGroup(group.prompt, (dataclasses.replace(sample, rollout_logprobs=()),))
+        TrajectoryGroup(group.prompt, (dataclasses.replace(sample, logprobs=()),))
         for group in rollout(0)
-        for sample in group.samples
+        for sample in group.trajectories
     ]
     sft = SupervisedFineTuning("token_mean", longest=32)
     first, _ = make_updates(policy.config, sft, given, dp_rank=0)
     assert first.has_signal
     with torch.no_grad():
-        rows = [other.logprobs(sample.prompt_tokens, sample.response_tokens) for sample in first.samples]
+        rows = [other.logprobs(sample.tokens, sample.loss_mask) for sample in first.trajectories]
     said = [train_step.update(policy, sft, first.micro_batches(sft.needs), LR) for _ in range(5)]
     assert said[0].loss == pytest.approx(-torch.cat(rows).mean().item(), rel=1e-5)
     assert said[0].num_tokens == sum(map(len, rows))

@@ -30,7 +30,7 @@ from posttrain.rl.reward.answer import Failure, Grade
 from posttrain.rl.reward.graders import GraderPool
 from posttrain.rl.rollout.coordinator import RolloutCoordinator
 from posttrain.rl.rollout.rollout_store import RolloutStore
-from posttrain.types import Prompt
+from posttrain.types import Prompt, VersionSpan
 
 CONFIG = Path(__file__).parents[4] / "config"
 # Three prompts a step in requests of two and one; five in all, so that an epoch ends within a step.
@@ -172,17 +172,17 @@ def test_answers_become_graded_samples_in_prompt_order(collect, tmp_path: Path) 
     assert rollout.num_replayed == 0
     assert [group.prompt for group in rollout.groups] == [PROMPTS[i] for i in STEPS[1]]
     for place, group in enumerate(rollout.groups):
-        assert [sample.sample_index for sample in group.samples] == [0, 1]
-        for sample in group.samples:
+        assert [sample.sample_index for sample in group.trajectories] == [0, 1]
+        for sample in group.trajectories:
             seed = seed_of(1, place, sample.sample_index)
             assert sample.prompt_id == group.prompt.prompt_id
             assert sample.prompt_tokens == tuple(rendered(STEPS[1][place]))
-            assert sample.response_tokens == tuple(tokens_of(str(seed % 10)))
-            assert sample.rollout_logprobs == (-(seed % 1000) / 1000,)
+            assert sample.sampled_tokens == tuple(tokens_of(str(seed % 10)))
+            assert sample.logprobs == (-(seed % 1000) / 1000,)
             assert sample.finish_reason == ("stop" if seed % 2 else "length")
-            assert sample.weight_version == 1
+            assert sample.versions == (VersionSpan(1, 1),)
             assert sample.reward == float(seed % 10 == 7)
-    assert {sample.reward for group in rollout.groups for sample in group.samples} == {0.0, 1.0}
+    assert {sample.reward for group in rollout.groups for sample in group.trajectories} == {0.0, 1.0}
     stored = [json.loads(path.read_text()) for path in sorted((tmp_path / "rollouts/step_000001").iterdir())]
     assert [[group["prompt"]["prompt_id"] for group in chunk] for chunk in stored] == [STEPS[1][:2], STEPS[1][2:]]
 
@@ -193,7 +193,7 @@ def test_each_answer_is_graded_by_the_label_of_its_own_prompt(collect) -> None:
     assert len({*labels.values()}) == 3
     prompts = [Prompt(p.prompt_id, p.messages, labels.get(p.prompt_id, ""), columns={"wide": 1}) for p in PROMPTS]
     for group in collect(2, Engine("2"), prompts=prompts).groups:
-        assert group.samples[0].reward == 1.0
+        assert group.trajectories[0].reward == 1.0
         assert (group.prompt.label, group.prompt.columns) == (labels[group.prompt.prompt_id], {})
 
 
@@ -247,14 +247,14 @@ def test_what_other_engines_answer_is_kept_when_one_fails(collect, tmp_path: Pat
 def test_routes_of_each_sample_lie_beside_its_chunk(collect, tmp_path: Path) -> None:
     whole = collect(1, Engine("1"), algorithm__routing_replay="true")
     for place, group in enumerate(whole.groups):
-        for sample in group.samples:
+        for sample in group.trajectories:
             seed = seed_of(1, place, sample.sample_index)
             assert sample.routes
             assert Path(sample.routes.file) == tmp_path / f"rollouts/step_000001/chunk_{place // 2:04d}.routes"
             expected = routes_of(seed, len(sample.prompt_tokens)).transpose(1, 0, 2)
             assert (open_routes(sample.routes) == expected[-len(open_routes(sample.routes)) :]).all()
     assert collect(1, Engine(), algorithm__routing_replay="true").groups == whole.groups
-    assert not any(sample.routes for group in collect(2, Engine("2")).groups for sample in group.samples)
+    assert not any(sample.routes for group in collect(2, Engine("2")).groups for sample in group.trajectories)
 
 
 MOST, OVERLONG, PROMPT = "trainer__max_tokens_per_gpu", "rollout__overlong_samples", len(rendered(0))
@@ -350,7 +350,9 @@ def test_what_was_made_with_other_settings_is_made_again(collect, caplog: pytest
     with caplog.at_level(logging.WARNING):
         again = collect(1, engine, **change)
     assert again.num_replayed == 0
-    assert sum(len(body["input_ids"]) for body in engine.asked) == sum(len(group.samples) for group in again.groups)
+    assert sum(len(body["input_ids"]) for body in engine.asked) == sum(
+        len(group.trajectories) for group in again.groups
+    )
     assert "step 1, chunk 0: made with other settings, generated again" in caplog.text
     assert collect(1, Engine(), **change).groups == again.groups, "they take the place of the others"
 
@@ -365,9 +367,9 @@ class FailingGraders(GraderPool):
 
 def test_what_could_not_be_graded_has_no_reward_and_is_stored_so(collect) -> None:
     rollout = collect(1, Engine("1"), graders=FailingGraders(), reward__max_failure_share=0.5)
-    rewards = [[sample.reward for sample in group.samples] for group in rollout.groups]
+    rewards = [[sample.reward for sample in group.trajectories] for group in rollout.groups]
     assert rewards == [[None, 1.0], [1.0, 1.0], [None, 1.0]]
-    assert rollout.groups[0].samples[0].failure == "exact_match: deadline: too late"
+    assert rollout.groups[0].trajectories[0].failure == "exact_match: deadline: too late"
     again = collect(1, Engine(), reward__max_failure_share=0.5)
     assert (again.num_replayed, again.groups) == (3, rollout.groups), "it is not graded again"
 
@@ -376,5 +378,5 @@ def test_too_many_failures_end_the_run_and_store_nothing(collect) -> None:
     with pytest.raises(RuntimeError, match=r"failed for 2 of 6 responses(?s:.*)exact_match: deadline: too late"):
         collect(1, Engine("1"), graders=FailingGraders(), reward__max_failure_share=0.3)
     rollout = collect(1, Engine("1"), reward__max_failure_share=0.3)
-    assert all(sample.reward is not None for group in rollout.groups for sample in group.samples)
+    assert all(sample.reward is not None for group in rollout.groups for sample in group.trajectories)
     assert rollout.num_replayed == 0

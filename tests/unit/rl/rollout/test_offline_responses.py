@@ -60,11 +60,11 @@ def test_steps_take_the_rows_in_the_order_of_epochs(tokenizer: ChatTokenizer) ->
 
 def test_a_group_has_the_one_response_that_is_given(tokenizer: ChatTokenizer) -> None:
     for group in collect(config_of(), tokenizer, 0):
-        (sample,) = group.samples
+        (sample,) = group.trajectories
         number = group.prompt.prompt_id
         assert sample.prompt_tokens == tokenizer.render(group.prompt.messages)
-        assert tokenizer.tokenizer.decode(list(sample.response_tokens)) == f"yes {number}<|user|>"
-        assert (sample.finish_reason, sample.rollout_logprobs, sample.weight_version) == ("stop", (), None)
+        assert tokenizer.tokenizer.decode(list(sample.sampled_tokens)) == f"yes {number}<|user|>"
+        assert (sample.finish_reason, sample.logprobs, sample.versions) == ("stop", (), ())
         assert (sample.sample_index, sample.reward) == (0, 0.0)
     rollout = asyncio.run(OfflineResponses(config_of(), PROMPTS[:1], tokenizer).collect(0))
     assert ([group.prompt.prompt_id for group in rollout.groups], rollout.num_replayed) == ([0, 0, 0], 0)
@@ -74,18 +74,18 @@ def test_another_column_is_the_response_while_the_label_is_graded(tokenizer: Cha
     groups = collect(
         config_of("data.kind=files data.train_file=a data.heldout_file=b data.response_key=why"), tokenizer, 0
     )
-    answers = [tokenizer.decode(group.samples[0].response_tokens) for group in groups]
+    answers = [tokenizer.decode(group.trajectories[0].sampled_tokens) for group in groups]
     assert answers == [f"no {group.prompt.prompt_id}" for group in groups]
     assert groups[0].prompt.label.startswith("yes")
 
 
 def test_a_longer_response_is_cut_as_an_engine_cuts_it(tokenizer: ChatTokenizer) -> None:
-    (sample,) = collect(config_of("rollout.max_response_tokens=4"), tokenizer, 0)[0].samples
-    assert tokenizer.decode(sample.response_tokens) == "yes "
+    (sample,) = collect(config_of("rollout.max_response_tokens=4"), tokenizer, 0)[0].trajectories
+    assert tokenizer.decode(sample.sampled_tokens) == "yes "
     assert sample.finish_reason == "length"
     # Five characters and the token that ends the response.
-    (sample,) = collect(config_of("rollout.max_response_tokens=6"), tokenizer, 0)[0].samples
-    assert (len(sample.response_tokens), sample.finish_reason) == (6, "stop")
+    (sample,) = collect(config_of("rollout.max_response_tokens=6"), tokenizer, 0)[0].trajectories
+    assert (sample.num_sampled, sample.finish_reason) == (6, "stop")
 
 
 def test_what_cannot_be_rendered_is_known_before_anything_is_trained(tokenizer: ChatTokenizer, tmp_path: Path) -> None:
@@ -109,8 +109,8 @@ def test_rows_without_a_response_are_counted_before_anything_is_trained(tokenize
     assert problem.value.startswith("2 of 7 rows, the first number 6")
     assert "data.response_key" in problem.remedy
     message = Prompt(0, PROMPTS[0].messages, [{"role": "assistant", "content": "well"}])
-    (sample,) = collect(config_of(), tokenizer, 0, [message])[0].samples
-    assert tokenizer.decode(sample.response_tokens) == "well"
+    (sample,) = collect(config_of(), tokenizer, 0, [message])[0].trajectories
+    assert tokenizer.decode(sample.sampled_tokens) == "well"
 
 
 @pytest.mark.parametrize("model", ["tiny", "tiny_qwen3"])

@@ -1,4 +1,4 @@
-"""Finished sample groups on disk."""
+"""Finished groups on disk."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ import pytest
 from tests.support.rejections import rejected
 
 from posttrain.rl.rollout.rollout_store import RolloutStore
-from posttrain.types import Prompt, Sample, SampleGroup
+from posttrain.types import Prompt, Trajectory, TrajectoryGroup, VersionSpan
 
 # Numbers that lose bits when they are written with few digits.
 LOGPROBS = (-0.1, -1.0000000000000002, -5e-324)
 
 
-def group(prompt_id: int) -> SampleGroup:
+def group(prompt_id: int) -> TrajectoryGroup:
     prompt = Prompt(prompt_id, ({"role": "user", "content": "sort 3 1 2 – bitte"},), "1 2 3")
     samples = tuple(
-        Sample(prompt_id, index, (5, 9, 3), (7, 8, 1), LOGPROBS, "stop", index or None, 0.5) for index in (0, 1)
+        Trajectory.of_response(
+            (5, 9, 3), (7, 8, 1), LOGPROBS, index or None, prompt_id=prompt_id, sample_index=index, reward=0.5
+        )
+        for index in (0, 1)
     )
-    return SampleGroup(prompt, samples)
+    return TrajectoryGroup(prompt, samples)
 
 
 def test_groups_come_back_with_the_same_bits(tmp_path: Path) -> None:
@@ -30,11 +33,45 @@ def test_groups_come_back_with_the_same_bits(tmp_path: Path) -> None:
     assert RolloutStore(tmp_path / "rollouts").read(3, 1) == [group(4), group(5)]
 
 
+# Of a run that began before a trajectory could have several sampled stretches; shortened.
+OLD_CHUNK = """[{"prompt": {"prompt_id": 7, "messages": [{"role": "user", "content": "sort 3 1 2"}], "label": "1 2 3"},
+"samples": [
+{"prompt_id": 7, "sample_index": 0, "prompt_tokens": [5, 9, 3], "response_tokens": [7, 1],
+"rollout_logprobs": [-0.1, -1.0000000000000002], "finish_reason": "stop", "weight_version": 4, "reward": 1.0,
+"scores": {"exact_match": 1.0}, "parts": {"exact_match/length": 2.0}, "failure": "",
+"routes": {"file": "chunk_0000.routes", "offset": 0, "shape": [1, 4, 2], "dtype": "uint8", "digest": "DIGEST"}},
+{"prompt_id": 7, "sample_index": 1, "prompt_tokens": [5, 9, 3], "response_tokens": [8],
+"rollout_logprobs": [-0.5], "finish_reason": "length", "weight_version": null, "reward": null,
+"scores": {}, "parts": {}, "failure": "late"},
+{"prompt_id": 7, "sample_index": 2, "prompt_tokens": [5], "response_tokens": [8],
+"rollout_logprobs": [], "finish_reason": "stop", "weight_version": null, "reward": 0.0,
+"scores": {}, "parts": {}, "failure": ""}]}]"""
+
+
+def test_groups_of_older_runs_are_read(tmp_path: Path) -> None:
+    store = RolloutStore(tmp_path)
+    (routes,) = store.write_routes(0, 0, [np.ones((4, 1, 2), np.uint8)])
+    (tmp_path / "step_000000/chunk_0000.json").write_text(OLD_CHUNK.replace("DIGEST", routes.digest))
+    ((found,)) = store.read(0, 0) or []
+    first = Trajectory(
+        *(7, 0, (5, 9, 3, 7, 1), (0, 0, 0, 1, 1), (-0.1, -1.0000000000000002), (VersionSpan(4, 2),), "stop", 1.0),
+        *({"exact_match": 1.0}, {"exact_match/length": 2.0}, "", routes),
+    )
+    second = Trajectory(
+        7, 1, (5, 9, 3, 8), (0, 0, 0, 1), (-0.5,), (VersionSpan(None, 1),), "length", None, failure="late"
+    )
+    third = Trajectory(7, 2, (5, 8), (0, 1), (), (), "stop", 0.0)
+    assert found == TrajectoryGroup(found.prompt, (first, second, third))
+    assert found.prompt == Prompt(7, ({"role": "user", "content": "sort 3 1 2"},), "1 2 3")
+    store.write(0, 1, [found])
+    assert store.read(0, 1) == [found]
+
+
 def test_what_json_cannot_say_is_not_written(tmp_path: Path) -> None:
     store = RolloutStore(tmp_path)
-    bad = dataclasses.replace(group(1).samples[0], rollout_logprobs=(float("nan"), -1.0, -1.0))
+    bad = dataclasses.replace(group(1).trajectories[0], logprobs=(float("nan"), -1.0, -1.0))
     with pytest.raises(ValueError, match="JSON"):
-        store.write(0, 0, [SampleGroup(group(1).prompt, (bad,))])
+        store.write(0, 0, [TrajectoryGroup(group(1).prompt, (bad,))])
     assert store.write_routes(0, 0, []) == []
     assert not list(tmp_path.iterdir())
 
@@ -77,13 +114,13 @@ def test_a_step_is_read_whole_or_not_at_all(tmp_path: Path) -> None:
             store.read_step(step, num_groups)
 
 
-def routed(store: RolloutStore, step: int) -> SampleGroup:
+def routed(store: RolloutStore, step: int) -> TrajectoryGroup:
     """Return a group whose samples' tokens went somewhere."""
     arrays = [np.full((5, 3, 2), number, np.uint8) for number in (1, 2)]
     routes = store.write_routes(step, 0, arrays)
     plain = group(4)
-    samples = tuple(dataclasses.replace(s, routes=told) for s, told in zip(plain.samples, routes, strict=True))
-    return SampleGroup(plain.prompt, samples)
+    samples = tuple(dataclasses.replace(s, routes=told) for s, told in zip(plain.trajectories, routes, strict=True))
+    return TrajectoryGroup(plain.prompt, samples)
 
 
 def test_routes_come_back_also_where_the_folder_has_moved(tmp_path: Path) -> None:
@@ -93,7 +130,7 @@ def test_routes_come_back_also_where_the_folder_has_moved(tmp_path: Path) -> Non
     assert store.read(3, 0) == [written]
     (tmp_path / "one").rename(tmp_path / "two")
     (found,) = RolloutStore(tmp_path / "two").read(3, 0) or []
-    for number, sample in enumerate(found.samples, 1):
+    for number, sample in enumerate(found.trajectories, 1):
         assert sample.routes
         assert sample.routes.file == str(tmp_path / "two/step_000003/chunk_0000.routes")
         assert (sample.routes.shape, sample.routes.offset) == ((3, 5, 2), 30 * (number - 1))
@@ -116,7 +153,7 @@ def test_routes_that_are_not_what_was_written_are_named(tmp_path: Path, spoil: s
 
 @pytest.mark.parametrize(
     ("old", "new", "said"),
-    [('"uint8"', '"O"', "routes of type 'O'"), ("[3, 5, 2]", "[3, 6, 2]", "routes of 6 tokens for a sample of 6")],
+    [('"uint8"', '"O"', "routes of type 'O'"), ("[3, 5, 2]", "[3, 6, 2]", "6 tokens, routes of 6")],
 )
 def test_routes_that_are_something_else_are_not_opened(tmp_path: Path, old: str, new: str, said: str) -> None:
     store = RolloutStore(tmp_path)

@@ -20,12 +20,12 @@ from posttrain.rl.engines.calls import EngineError
 from posttrain.rl.engines.client import EngineClient
 from posttrain.rl.rollout.rollout_store import RolloutStore
 from posttrain.rl.rollout.source import StoredSource, SynchronousSource
-from posttrain.types import Prompt, RolloutResult, Sample, SampleGroup
+from posttrain.types import Prompt, RolloutResult, Trajectory, TrajectoryGroup
 
 GROUPS = [
-    SampleGroup(
+    TrajectoryGroup(
         Prompt(number, ({"role": "user", "content": "?"},), "7"),
-        (Sample(number, 0, (5, 9), (7,), (-0.1,), "stop", 7, 1.0),),
+        (Trajectory.of_response((5, 9), (7,), (-0.1,), 7, prompt_id=number, reward=1.0),),
     )
     for number in range(3)
 ]

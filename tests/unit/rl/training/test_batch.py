@@ -3,12 +3,14 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 from tests.support.algorithms import objective
 
 from posttrain.config.derived import data_parallel_size
 from posttrain.plan.resolve import resolve
-from posttrain.rl.training.batch import make_updates, sample_costs
-from posttrain.types import Prompt, Sample, SampleGroup
+from posttrain.rl.batching.packed_batch import build_packed_batch
+from posttrain.rl.training.batch import Update, make_updates, sample_costs
+from posttrain.types import Prompt, Trajectory, TrajectoryGroup, VersionSpan
 
 CONFIG_DIR = Path(__file__).resolve().parents[4] / "config"
 
@@ -24,12 +26,14 @@ def groups_of(config, lengths):
     groups = []
     for prompt in range(config.rollout.rollout_batch_size):
         samples = [_sample(prompt, place, lengths[next(numbers)]) for place in range(size)]
-        groups.append(SampleGroup(Prompt(prompt, (), ""), tuple(samples)))
+        groups.append(TrajectoryGroup(Prompt(prompt, (), ""), tuple(samples)))
     return groups
 
 
 def _sample(prompt, place, length):
-    return Sample(prompt, place, (1,) * 100, (2,) * length, (-1.0,) * length, "stop", 0, float(place % 2))
+    return Trajectory.of_response(
+        (1,) * 100, (2,) * length, (-1.0,) * length, 0, prompt_id=prompt, sample_index=place, reward=float(place % 2)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +59,38 @@ def test_ranks_without_samples_run_padding_and_the_loss_does_not_count_it(recipe
     config = dataclasses.replace(recipe, training=dataclasses.replace(recipe.training, global_batch_size=2))
     groups = groups_of(config, [300] * 64)
     updates = [make_updates(config, objective("bnpo"), groups, rank)[0] for rank in range(data_parallel_size(config))]
-    assert [[batch.sample_indices for batch in update.batches] for update in updates] == [[(0,)], [(1,)], [()], [()]]
+    assert [[batch.trajectory_indices for batch in update.batches] for update in updates] == [
+        [(0,)],
+        [(1,)],
+        [()],
+        [()],
+    ]
     assert [len(update.batches[0].tokens) for update in updates] == [400, 400, 8, 8]
     # Two micro-batches of 300 tokens each, not four.
     assert updates[3].weights.tolist() == pytest.approx([1 / 600] * 2)
+
+
+def test_versions_and_engine_logprobs_are_where_the_model_sampled(recipe):
+    """The second trajectory has two turns, the second of them sampled from two versions; the third tells no version."""
+    spans = (VersionSpan(3, 2), VersionSpan(None, 1), VersionSpan(4, 1))
+    turns = Trajectory(0, 1, (5, 9, 7, 1, 4, 3, 3), (0, 0, 1, 1, 0, 1, 1), (-1.0, -2.0, -3.0, -4.0), spans, "stop", 0.0)
+    offline = Trajectory.of_response((5, 9), (7, 1), prompt_id=0, sample_index=2, reward=1.0)
+    ordinary = Trajectory.of_response((5,), (7, 1), (-5.0, -6.0), 2, prompt_id=0, reward=1.0)
+    update = make_update([ordinary, turns, offline])
+    batch = build_packed_batch(update.trajectories, [1, 0, 2], sequence_multiple_of=8)
+    unknown, none = [-1] * 8, [0.0] * 8
+    versions = [[-1, 3, 3, -1, -1, 4, -1, -1], [2, 2, *unknown[:6]], unknown]
+    assert update.versions(batch).tolist() == [version for sequence in versions for version in sequence]
+    assert update.versions(batch).dtype == torch.int64
+    update = make_update([ordinary, turns])
+    batch = build_packed_batch(update.trajectories, [1, 0], sequence_multiple_of=8)
+    logprobs = [[0, -1.0, -2.0, 0, -3.0, -4.0, 0, 0], [-5.0, -6.0, *none[:6]]]
+    assert update._engine_logprobs(batch).tolist() == [value for sequence in logprobs for value in sequence]
+    assert update.versions(build_packed_batch(update.trajectories, [], multiple_of=4)).tolist() == [-1] * 4
+
+
+def make_update(trajectories):
+    return Update(tuple(trajectories), (), 0, torch.zeros(len(trajectories)), torch.zeros(len(trajectories)))
 
 
 def test_costs_are_those_of_what_is_multiplied(recipe):
@@ -71,7 +103,7 @@ def test_costs_are_those_of_what_is_multiplied(recipe):
 def test_every_sample_is_in_one_row_of_one_rank_and_no_row_exceeds_the_budget(recipe):
     groups = groups_of(recipe, lengths_of_math_responses(64, seed=7))
     updates = [make_updates(recipe, objective(), groups, rank)[0] for rank in range(data_parallel_size(recipe))]
-    seen = [index for update in updates for batch in update.batches for index in batch.sample_indices]
+    seen = [index for update in updates for batch in update.batches for index in batch.trajectory_indices]
     assert sorted(seen) == list(range(64))
     budget = recipe.trainer.max_tokens_per_gpu * recipe.parallel.context_parallel_size
     assert all(len(batch.tokens) <= budget for update in updates for batch in update.batches)

@@ -19,7 +19,7 @@ from posttrain.errors import ConfigError
 from posttrain.rl.batching.packed_batch import build_packed_batch
 from posttrain.rl.data.chat import ChatTokenizer
 from posttrain.rl.training.calibration_samples import read_pass, read_passes
-from posttrain.types import Sample
+from posttrain.types import Trajectory
 
 TP, EP, PP, CP = (f"{kind}_parallel_size" for kind in ("tensor_model", "expert_model", "pipeline_model", "context"))
 ONE = {"one": (1, {})}
@@ -138,7 +138,7 @@ def test_fewer_than_were_asked_for_are_counted(folder: Path) -> None:
 def test_padding_is_told_from_tokens() -> None:
     from posttrain.rl.training.calibration import real_tokens
 
-    samples = [Sample(i, 0, (5,) * (n - 1), (6,), (), "stop", None, None) for i, n in enumerate((3, 4))]
+    samples = [Trajectory.of_response((5,) * (n - 1), (6,), prompt_id=i) for i, n in enumerate((3, 4))]
     batch = build_packed_batch(samples, [0, 1], multiple_of=10, sequence_multiple_of=4)
     expected = [1, 1, 1, 0, 1, 1, 1, 1, 0, 0]
     assert real_tokens(batch, samples).int().tolist() == expected

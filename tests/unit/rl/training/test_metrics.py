@@ -8,16 +8,26 @@ from collections.abc import Mapping
 import pytest
 
 from posttrain.rl.training import metrics
-from posttrain.types import Prompt, RolloutResult, Sample, SampleGroup
+from posttrain.types import Prompt, RolloutResult, Trajectory, TrajectoryGroup
 
 
 def rollout(*rewards: list[float | None], parts: Mapping[str, float] | None = None) -> RolloutResult:
-    def sample(index: int, reward: float | None) -> Sample:
-        return Sample(0, index, (1, 2), (3,), (-0.5,), "stop", 0, reward, {"own": reward}, parts or {})
+    def sample(index: int, reward: float | None) -> Trajectory:
+        return Trajectory.of_response(
+            (1, 2),
+            (3,),
+            (-0.5,),
+            0,
+            prompt_id=0,
+            sample_index=index,
+            reward=reward,
+            scores={"own": reward},
+            parts=parts or {},
+        )
 
     groups = [[sample(index, reward) for index, reward in enumerate(group)] for group in rewards]
     prompt = Prompt(0, ({"role": "user", "content": "?"},), "label")
-    return RolloutResult([SampleGroup(prompt, tuple(samples)) for samples in groups], 0)
+    return RolloutResult([TrajectoryGroup(prompt, tuple(samples)) for samples in groups], 0)
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,19 @@ from tests.support.small_updates import SETTINGS, rollout, trained_config
 from tests.unit.rl.megatron_backend import conftest as one_rank
 
 from posttrain.rl.training import reference_logprobs
-from posttrain.rl.training.reference_logprobs import MOST_TOKENS, NUM_PROMPTS, choose_samples, record_reference_logprobs
-from posttrain.types import Prompt, Sample, SampleGroup
+from posttrain.rl.training.reference_logprobs import (
+    MOST_TOKENS,
+    NUM_PROMPTS,
+    choose_trajectories,
+    record_reference_logprobs,
+)
+from posttrain.types import Prompt, Trajectory, TrajectoryGroup
 
 checkpoint, make_policy = one_rank.checkpoint, one_rank.make_policy
 make_reference, reference = one_rank.make_reference, one_rank.reference
 
 
-def asked() -> list[SampleGroup]:
+def asked() -> list[TrajectoryGroup]:
     return [
         dataclasses.replace(group, prompt=Prompt(group.prompt.prompt_id, ({"role": "user", "content": "?"},), ""))
         for group in rollout(0)
@@ -46,17 +51,19 @@ def test_it_is_what_transformers_says_of_the_same_tokens(make_policy, reference)
 
 
 def test_it_is_of_different_prompts_and_of_short_ones() -> None:
-    chosen = choose_samples(rollout(0)[::-1])
+    chosen = choose_trajectories(rollout(0)[::-1])
     assert [(prompt.prompt_id, sample.sample_index) for prompt, sample in chosen] == [(0, 0), (1, 0), (2, 0), (3, 0)]
-    of_one = choose_samples(rollout(0)[:1])
+    of_one = choose_trajectories(rollout(0)[:1])
     assert [sample.sample_index for _, sample in of_one] == [0, 1, 2, 3]
 
 
 def test_a_long_response_is_cut(make_policy) -> None:
     config = trained_config()
     config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, max_tokens_per_gpu=256))
-    sample = Sample(0, 0, (5, 6, 7), tuple(range(2, 50)) * 2, (-1.0,) * 96, "length", 0, 0.0)
-    found = record_reference_logprobs(config, make_policy(config), [SampleGroup(Prompt(0, (), ""), (sample,))])
+    sample = Trajectory.of_response(
+        (5, 6, 7), tuple(range(2, 50)) * 2, (-1.0,) * 96, 0, prompt_id=0, finish_reason="length", reward=0.0
+    )
+    found = record_reference_logprobs(config, make_policy(config), [TrajectoryGroup(Prompt(0, (), ""), (sample,))])
     assert found is not None
     assert len(found.prompts[0].logprobs) == len(found.prompts[0].response_tokens) == MOST_TOKENS
 

@@ -1,12 +1,13 @@
 """The objective: the interface between the trainer, which runs passes and reduces numbers, and an algorithm.
 
-An objective has three functions. `advantages` turns groups of samples into an advantage per sample; `token_weights`
-turns lengths into the weight of each response token in the loss of a global batch; `token_losses` turns
+An objective has three functions. `advantages` turns groups of trajectories into an advantage per trajectory;
+`token_weights` turns lengths into the weight of each response token in the loss of a global batch; `token_losses` turns
 log-probabilities into a loss per token. The trainer minimises
 
     sum over all response tokens of  weight * token loss
 
-and knows nothing else of the loss. Shapes: N samples of a global batch, T tokens of a packed micro-batch.
+and knows nothing else of the loss. Response tokens are those in the trajectories' loss masks: an agent's trajectory may
+have several stretches of them. Shapes: N trajectories of a global batch, T tokens of a packed micro-batch.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Protocol
 
 import torch
 
-from posttrain.types import SampleGroup
+from posttrain.types import TrajectoryGroup
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class TokenBatch:
     Args:
         lengths: Tokens of each sequence of the row, in order; padding is a sequence, too.
         is_response: [T] bool, where the target is a response token.
-        advantages: [T] fp32, the advantage of the token's sample; 0 outside responses.
+        advantages: [T] fp32, the advantage of the token's trajectory; 0 outside responses.
         weights: [T] fp32, the token's weight in the loss of the global batch; 0 outside responses.
         old_logprobs: [T] fp32, of the policy before the update; None if not needed.
         engine_logprobs: [T] fp32, 0 outside responses; None if not needed.
@@ -75,7 +76,7 @@ class TokenBatch:
         """
         rows = zip(values.split(self.lengths), self.is_response.split(self.lengths), strict=True)
         # Loop over sequences: on GPUs torch's scatter sums are not deterministic. The sum of nothing is 0 with a
-        # gradient, because a rank without a sample must also run the backward pass, for which others wait.
+        # gradient, because a rank without a trajectory must also run the backward pass, for which others wait.
         reduced = [reduce(row[mask]) if mask.any() else row[mask].sum() for row, mask in rows]
         return torch.cat([value.expand(length) for value, length in zip(reduced, self.lengths, strict=True)])
 
@@ -91,18 +92,18 @@ class Objective(Protocol):
     def statistics(self) -> tuple[str, ...]:
         """Names (of `rl.algorithm.statistics`) that `token_losses` reports."""
 
-    def advantages(self, groups: Sequence[SampleGroup]) -> torch.Tensor:
-        """Return [N] fp32, one advantage per sample of all groups, in order.
+    def advantages(self, groups: Sequence[TrajectoryGroup]) -> torch.Tensor:
+        """Return [N] fp32, one advantage per trajectory of all groups, in order.
 
         Raises:
-            ValueError: A reward is not finite, or samples are in the wrong group.
+            ValueError: A reward is not finite, or trajectories are in the wrong group.
         """
 
     def token_weights(self, lengths: Sequence[int], micro_batches: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Return [N] fp32, the weight of each response token of a sample in the loss of its global batch.
+        """Return [N] fp32, the weight of each response token of a trajectory in the loss of its global batch.
 
         Args:
-            lengths: Response tokens of each sample.
+            lengths: Response tokens of each trajectory.
             micro_batches: Samples of each micro-batch of all ranks.
         """
 

@@ -1,6 +1,6 @@
 """The policy gradient, composed of five parts that are chosen one by one.
 
-    advantage      rewards of a group -> how much better than expected a sample was
+    advantage      rewards of a group -> how much better than expected a trajectory was
     ratio_level    level of the importance ratio exp(logprobs - old_logprobs): token or sequence
                    (old_logprobs: the trainer's, or the engine's)
     clip           ratio and advantage -> loss per token
@@ -22,7 +22,7 @@ from posttrain.rl.algorithm.objective import Needs, TokenBatch
 from posttrain.rl.algorithm.parts import load_part
 from posttrain.rl.algorithm.settings import Algorithm
 from posttrain.rl.algorithm.statistics import NUM_PARTS, RATIO_EDGES, RATIO_HISTOGRAM
-from posttrain.types import SampleGroup
+from posttrain.types import TrajectoryGroup
 
 # Statistics that are meaningful only if the trainer computed both sides.
 _OF_TRAINER = ("first_update_ratio_max_abs_deviation",)
@@ -65,15 +65,15 @@ class PolicyGradient:
         names += tuple(RATIO_HISTOGRAM.values())
         return names + (("correction_mean", "correction_zero_fraction") if self._correct else ())
 
-    def advantages(self, groups: Sequence[SampleGroup]) -> torch.Tensor:
+    def advantages(self, groups: Sequence[TrajectoryGroup]) -> torch.Tensor:
         """See `Objective`; all groups have one size. If a rollout exceeds the dataset, a prompt may have two groups."""
         _check_groups(groups)
-        given = [sample.reward for group in groups for sample in group.samples]
+        given = [trajectory.reward for group in groups for trajectory in group.trajectories]
         if wrong := [reward for reward in given if reward is not None and not math.isfinite(reward)]:
             raise ValueError(f"rewards must be finite, got {wrong[:5]}")
         numbers = [math.nan if reward is None else reward for reward in given]
         rewards = torch.tensor(numbers, dtype=torch.float32).view(len(groups), -1)
-        lengths = torch.tensor([[len(sample.response_tokens) for sample in group.samples] for group in groups])
+        lengths = torch.tensor([[trajectory.num_sampled for trajectory in group.trajectories] for group in groups])
         return self._advantages(rewards, lengths, self._settings).flatten()
 
     def token_weights(self, lengths: Sequence[int], micro_batches: Sequence[Sequence[int]]) -> torch.Tensor:
@@ -102,7 +102,7 @@ class PolicyGradient:
         """Return the engine correction factor of each token's loss [T]; None without correction."""
         if self._correct is None:
             return None
-        assert batch.engine_logprobs is not None, "the samples have the engine's log-probabilities"
+        assert batch.engine_logprobs is not None, "the trajectories have the engine's log-probabilities"
         assert batch.old_logprobs is not None, "the last stage has computed the old log-probabilities"
         difference = self._correction_level(batch.old_logprobs - batch.engine_logprobs, batch)
         return self._correct(difference, self._settings)
@@ -157,12 +157,12 @@ def _parts_of_responses(batch: TokenBatch) -> torch.Tensor:
     return place * NUM_PARTS // counts.clamp(min=1)[sequence]
 
 
-def _check_groups(groups: Sequence[SampleGroup]) -> None:
-    """Refuse samples in the wrong group, which would otherwise be a silent error."""
+def _check_groups(groups: Sequence[TrajectoryGroup]) -> None:
+    """Refuse trajectories in the wrong group, which would otherwise be a silent error."""
     for group in groups:
-        strangers = sorted({sample.prompt_id for sample in group.samples} - {group.prompt.prompt_id})
+        strangers = sorted({trajectory.prompt_id for trajectory in group.trajectories} - {group.prompt.prompt_id})
         if strangers:
-            raise ValueError(f"the group of prompt {group.prompt.prompt_id} holds samples of prompts {strangers}")
-    sizes = sorted({len(group.samples) for group in groups})
+            raise ValueError(f"the group of prompt {group.prompt.prompt_id} holds trajectories of prompts {strangers}")
+    sizes = sorted({len(group.trajectories) for group in groups})
     if len(sizes) != 1 or sizes[0] < 1:
-        raise ValueError(f"groups must have one size, and at least one sample; found sizes {sizes}")
+        raise ValueError(f"groups must have one size, and at least one trajectory; found sizes {sizes}")

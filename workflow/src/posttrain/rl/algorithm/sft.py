@@ -2,7 +2,7 @@
 
     loss of a token = -log-probability
 
-It needs no rollout, no engine and no old log-probabilities. Every sample has advantage 1; rewards are ignored.
+It needs no rollout, no engine and no old log-probabilities. Every trajectory has advantage 1; rewards are ignored.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from posttrain.rl.algorithm.aggregation import token_weights
 from posttrain.rl.algorithm.objective import Needs, TokenBatch
-from posttrain.types import SampleGroup
+from posttrain.types import TrajectoryGroup
 
 
 class SupervisedFineTuning:
@@ -30,9 +30,9 @@ class SupervisedFineTuning:
     def __init__(self, loss_aggregation: str, longest: int):
         self._loss_aggregation, self._longest = loss_aggregation, longest
 
-    def advantages(self, groups: Sequence[SampleGroup]) -> torch.Tensor:
-        """Return 1 for each sample; see `Objective`."""
-        return torch.ones(sum(len(group.samples) for group in groups))
+    def advantages(self, groups: Sequence[TrajectoryGroup]) -> torch.Tensor:
+        """Return 1 for each trajectory; see `Objective`."""
+        return torch.ones(sum(len(group.trajectories) for group in groups))
 
     def token_weights(self, lengths: Sequence[int], micro_batches: Sequence[Sequence[int]]) -> torch.Tensor:
         """See `Objective`."""

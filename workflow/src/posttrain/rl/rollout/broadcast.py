@@ -7,40 +7,37 @@ from __future__ import annotations
 
 import base64
 from array import array
+from collections.abc import Callable
 from typing import Any
 
-from posttrain.types import Prompt, RolloutResult, Routes, Sample, SampleGroup
+from posttrain.types import RolloutResult, TrajectoryGroup
 
-# Array field of a sample -> C type of its numbers.
-ROWS = {"prompt_tokens": "q", "response_tokens": "q", "rollout_logprobs": "d"}
+# Array field of a trajectory -> C type of its numbers. The loss mask is already a text.
+ROWS = {"tokens": "q", "logprobs": "d"}
 
 
 def as_plain(rollout: RolloutResult) -> dict[str, Any]:
     """Return a rollout as JSON types."""
-    groups = [
-        {"prompt": group.prompt.as_dict(), "samples": [_packed(sample) for sample in group.samples]}
-        for group in rollout.groups
-    ]
-    return vars(rollout) | {"groups": groups}
+    return vars(rollout) | {"groups": [_each(group.as_dict(), _pack) for group in rollout.groups]}
 
 
 def from_plain(content: dict[str, Any]) -> RolloutResult:
     """Return the rollout that `as_plain` serialised, bit for bit."""
-    groups = [
-        SampleGroup(Prompt.from_dict(group["prompt"]), tuple(_unpacked(sample) for sample in group["samples"]))
-        for group in content["groups"]
-    ]
+    groups = [TrajectoryGroup.from_dict(_each(group, _unpack)) for group in content["groups"]]
     return RolloutResult(**content | {"groups": groups})
 
 
-def _packed(sample: Sample) -> dict[str, Any]:
-    rows = {name: array(kind, getattr(sample, name)).tobytes() for name, kind in ROWS.items()}
-    routes = sample.routes and vars(sample.routes)
-    return (
-        vars(sample) | {"routes": routes} | {name: base64.b64encode(content).decode() for name, content in rows.items()}
-    )
+def _each(group: dict[str, Any], convert: Callable[[str, Any], Any]) -> dict[str, Any]:
+    """Return a group with the array fields of its trajectories converted."""
+    trajectories = [
+        one | {name: convert(kind, one[name]) for name, kind in ROWS.items()} for one in group["trajectories"]
+    ]
+    return group | {"trajectories": trajectories}
 
 
-def _unpacked(content: dict[str, Any]) -> Sample:
-    rows = {name: tuple(array(kind, base64.b64decode(content[name]))) for name, kind in ROWS.items()}
-    return Sample(**content | rows | {"routes": Routes.from_dict(content["routes"])})
+def _pack(kind: str, row: tuple[float, ...]) -> str:
+    return base64.b64encode(array(kind, row).tobytes()).decode()
+
+
+def _unpack(kind: str, row: str) -> tuple[float, ...]:
+    return tuple(array(kind, base64.b64decode(row)))

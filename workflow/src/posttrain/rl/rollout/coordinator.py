@@ -1,4 +1,4 @@
-"""Turns prompts into graded sample groups: samples from engines, grades, persists. Runs on the trainer's rank 0.
+"""Turns prompts into groups of graded trajectories: samples, grades, persists. Runs on the trainer's rank 0.
 
 Each chunk is graded and stored as soon as its answers arrive, while engines decode the others. Files are written in
 threads, so that a slow disk delays no answer.
@@ -25,7 +25,7 @@ from posttrain.rl.reward.graders import GraderPool
 from posttrain.rl.reward.scoring import Scored, Scorer, check_failures
 from posttrain.rl.rollout.response_text import answer_of
 from posttrain.rl.rollout.rollout_store import RolloutStore
-from posttrain.types import Prompt, RolloutResult, Routes, Sample, SampleGroup
+from posttrain.types import Prompt, RolloutResult, Routes, Trajectory, TrajectoryGroup
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class RolloutCoordinator:
         chunks = self._chunks(step)
         results = await _all_of([self._chunk(step, number, prompts) for number, prompts in enumerate(chunks)])
         groups = [group for groups, _ in results for group in groups]
-        failures = [sample.failure for group in groups for sample in group.samples]
+        failures = [trajectory.failure for group in groups for trajectory in group.trajectories]
         check_failures(failures, self._config.reward.max_failure_share)
         for number, (of_chunk, is_replayed) in enumerate(results):
             if not is_replayed and _has_failures(of_chunk):
@@ -85,7 +85,7 @@ class RolloutCoordinator:
         size = self._config.engine.groups_per_request
         return [prompts[start : start + size] for start in range(0, count, size)]
 
-    async def _chunk(self, step: int, number: int, prompts: list[Prompt]) -> tuple[list[SampleGroup], bool]:
+    async def _chunk(self, step: int, number: int, prompts: list[Prompt]) -> tuple[list[TrajectoryGroup], bool]:
         """Return the groups of a chunk, and whether they were on disk."""
         finished = self._store.read(step, number)
         if finished is not None and self._answers(finished, prompts, step, number):
@@ -102,16 +102,16 @@ class RolloutCoordinator:
             await asyncio.to_thread(self._store.write, step, number, groups)
         return groups, False
 
-    def _answers(self, groups: list[SampleGroup], prompts: list[Prompt], step: int, number: int) -> bool:
+    def _answers(self, groups: list[TrajectoryGroup], prompts: list[Prompt], step: int, number: int) -> bool:
         """Return whether a finished chunk has these prompts; it does not after a change of the request size."""
         wanted = [(_kept(prompt), self._config.rollout.num_samples_per_prompt) for prompt in prompts]
-        found = [(group.prompt, len(group.samples)) for group in groups]
+        found = [(group.prompt, len(group.trajectories)) for group in groups]
         if found != wanted:
             log.warning("step %d, chunk %d: made with other settings, generated again", step, number)
         return found == wanted
 
     def _requests(self, step: int, place: int, prompt: Prompt) -> list[GenerateRequest]:
-        """Return one request per sample; its seed depends on the prompt's position in the step, which is unique."""
+        """Return one request per trajectory; its seed depends on the prompt's position in the step, which is unique."""
         rollout, tokens = self._config.rollout, self._tokenizer.render(prompt.messages, prompt.tools)
         longest = longest_response(self._config, prompt.prompt_id, len(tokens))
         return [
@@ -131,16 +131,16 @@ class RolloutCoordinator:
         requests: list[GenerateRequest],
         answers: list[GenerateResult],
         routes: Sequence[Routes | None],
-    ) -> list[SampleGroup]:
+    ) -> list[TrajectoryGroup]:
         size = self._config.rollout.num_samples_per_prompt
         graded = [answer_of(prompts[i // size], self._tokenizer, answers[i]) for i in range(len(answers))]
         scored = await self._scorer.score([graded[start : start + size] for start in range(0, len(graded), size)])
-        samples = [
-            _sample(prompts[i // size], i % size, requests[i], answers[i], scored[i // size][i % size], routes[i])
+        trajectories = [
+            _trajectory(prompts[i // size], i % size, requests[i], answers[i], scored[i // size][i % size], routes[i])
             for i in range(len(requests))
         ]
-        cut = [tuple(samples[start : start + size]) for start in range(0, len(samples), size)]
-        return [SampleGroup(_kept(prompt), of_prompt) for prompt, of_prompt in zip(prompts, cut, strict=True)]
+        cut = [tuple(trajectories[start : start + size]) for start in range(0, len(trajectories), size)]
+        return [TrajectoryGroup(_kept(prompt), of_prompt) for prompt, of_prompt in zip(prompts, cut, strict=True)]
 
 
 async def _all_of(chunks: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
@@ -159,8 +159,8 @@ async def _all_of(chunks: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     return [result for result in results if not isinstance(result, EngineError)]
 
 
-def _has_failures(groups: Sequence[SampleGroup]) -> bool:
-    return any(sample.failure for group in groups for sample in group.samples)
+def _has_failures(groups: Sequence[TrajectoryGroup]) -> bool:
+    return any(trajectory.failure for group in groups for trajectory in group.trajectories)
 
 
 def _kept(prompt: Prompt) -> Prompt:
@@ -197,18 +197,18 @@ def longest_response(config: Config, prompt_id: int, num_prompt_tokens: int) -> 
     return min(rollout.max_response_tokens, left)
 
 
-def _sample(
+def _trajectory(
     prompt: Prompt, index: int, request: GenerateRequest, answer: GenerateResult, scored: Scored, routes: Routes | None
-) -> Sample:
+) -> Trajectory:
     assert answer.logprobs, f"the engine sampled {len(answer.output_ids)} tokens without their log-probabilities"
-    return Sample(
+    return Trajectory.of_response(
+        request.input_ids,
+        answer.output_ids,
+        answer.logprobs,
+        answer.weight_version,
         prompt_id=prompt.prompt_id,
         sample_index=index,
-        prompt_tokens=tuple(request.input_ids),
-        response_tokens=tuple(answer.output_ids),
-        rollout_logprobs=tuple(answer.logprobs),
         finish_reason=answer.finish_reason,
-        weight_version=answer.weight_version,
         reward=scored.reward,
         scores=scored.scores,
         parts=scored.parts,
@@ -218,7 +218,7 @@ def _sample(
 
 
 def check_versions(step: int, answers: Sequence[GenerateResult]) -> None:
-    """Reject samples from any weight version but the step's: a restarted engine would serve the initial ones."""
+    """Reject trajectories from any weight version but the step's: a restarted engine would serve the initial ones."""
     expected = (None, 0) if step == 0 else (step,)
     wrong = {answer.weight_version for answer in answers} - set(expected)
     if wrong:

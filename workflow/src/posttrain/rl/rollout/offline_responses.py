@@ -1,4 +1,4 @@
-"""Makes a rollout from offline responses: groups of one sample each, from the dataset, without an engine."""
+"""Makes a rollout from offline responses: groups of one trajectory each, from the dataset, without an engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from posttrain.rl.data.keys import parse_key
 from posttrain.rl.data.messages import RowError, answer_of
 from posttrain.rl.data.mixture import PromptMix
 from posttrain.rl.rollout.coordinator import longest_response
-from posttrain.types import Prompt, RolloutResult, Sample, SampleGroup
+from posttrain.types import Prompt, RolloutResult, Trajectory, TrajectoryGroup
 
 
 class OfflineResponses:
@@ -67,17 +67,14 @@ class OfflineResponses:
         """
         return answer_of(self._key.find(prompt.columns) if self._key else prompt.answer or prompt.label)
 
-    def _group(self, prompt: Prompt) -> SampleGroup:
+    def _group(self, prompt: Prompt) -> TrajectoryGroup:
         asked, response = self._tokenizer.render_answered(prompt.messages, self.answer(prompt), prompt.tools)
         longest = longest_response(self._config, prompt.prompt_id, len(asked))
-        sample = Sample(
+        trajectory = Trajectory.of_response(
+            asked,
+            response[:longest],
             prompt_id=prompt.prompt_id,
-            sample_index=0,
-            prompt_tokens=asked,
-            response_tokens=response[:longest],
-            rollout_logprobs=(),
             finish_reason="length" if len(response) > longest else "stop",
-            weight_version=None,
             reward=0.0,
         )
-        return SampleGroup(prompt, (sample,))
+        return TrajectoryGroup(prompt, (trajectory,))

@@ -1,4 +1,4 @@
-"""Stores finished sample groups on disk, so that a crash loses none.
+"""Stores finished trajectory groups on disk, so that a crash loses none.
 
 A rollout is always split into the same chunks of groups. A finished chunk is one file, written durably. After a crash
 existing chunks are replayed and the others are requested again with the same composition, because the engine batches a
@@ -19,7 +19,7 @@ import xxhash
 from posttrain import store
 from posttrain.errors import CheckpointError
 from posttrain.rl.batching.stored_routes import open_routes
-from posttrain.types import Routes, Sample, SampleGroup
+from posttrain.types import Routes, Trajectory, TrajectoryGroup
 
 
 class RolloutStore:
@@ -32,7 +32,7 @@ class RolloutStore:
     def __init__(self, folder: Path):
         self._folder = folder
 
-    def read(self, step: int, chunk: int) -> list[SampleGroup] | None:
+    def read(self, step: int, chunk: int) -> list[TrajectoryGroup] | None:
         """Return the groups of a finished chunk, None if it does not exist.
 
         Raises:
@@ -42,14 +42,14 @@ class RolloutStore:
         if not path.exists():
             return None
         try:
-            groups = [SampleGroup.from_dict(row) for row in store.read_json(path)]
+            groups = [TrajectoryGroup.from_dict(row) for row in store.read_json(path)]
             return [_with_routes(group, path.parent) for group in groups]
         except (ValueError, KeyError, TypeError, CheckpointError) as error:
             raise CheckpointError(
                 "rollout-invalid", f"{path}: not a rollout ({error}); delete it and run again"
             ) from error
 
-    def read_step(self, step: int, num_groups: int) -> list[SampleGroup]:
+    def read_step(self, step: int, num_groups: int) -> list[TrajectoryGroup]:
         """Return all groups of a step.
 
         Raises:
@@ -65,18 +65,18 @@ class RolloutStore:
             )
         return groups
 
-    def write(self, step: int, chunk: int, groups: list[SampleGroup]) -> None:
+    def write(self, step: int, chunk: int, groups: list[TrajectoryGroup]) -> None:
         """Persist a finished chunk durably."""
         rows = [group.as_dict() for group in groups]
         store.write_text(self._path(step, chunk), json.dumps(rows, allow_nan=False) + "\n")
 
     def write_routes(self, step: int, chunk: int, routes: Sequence[np.ndarray]) -> list[Routes]:
-        """Persist the expert routes of a chunk's samples; call it before writing the chunk, which refers to them.
+        """Persist the expert routes of a chunk's trajectories; call it before writing the chunk, which refers to them.
 
         Args:
             step: From 0.
             chunk: Its number.
-            routes: One per sample, [tokens, layers, experts per token]; empty if not requested.
+            routes: One per trajectory, [tokens, layers, experts per token]; empty if not requested.
         """
         if not routes:
             return []
@@ -100,15 +100,15 @@ class RolloutStore:
         return self._folder / f"step_{step:06d}" / f"chunk_{chunk:04d}.json"
 
 
-def _with_routes(group: SampleGroup, folder: Path) -> SampleGroup:
+def _with_routes(group: TrajectoryGroup, folder: Path) -> TrajectoryGroup:
     """Return a group with the current paths of its routes, because a run's folder may have moved."""
-    return dataclasses.replace(group, samples=tuple(_looked_at(sample, folder) for sample in group.samples))
+    return dataclasses.replace(group, trajectories=tuple(_looked_at(one, folder) for one in group.trajectories))
 
 
-def _looked_at(sample: Sample, folder: Path) -> Sample:
-    if not sample.routes:
-        return sample
-    routes = dataclasses.replace(sample.routes, file=str(folder / Path(sample.routes.file).name))
+def _looked_at(trajectory: Trajectory, folder: Path) -> Trajectory:
+    if not trajectory.routes:
+        return trajectory
+    routes = dataclasses.replace(trajectory.routes, file=str(folder / Path(trajectory.routes.file).name))
     if xxhash.xxh3_64_hexdigest(open_routes(routes).data) != routes.digest:
         raise ValueError(f"{routes.file} is damaged")
-    return dataclasses.replace(sample, routes=routes)
+    return dataclasses.replace(trajectory, routes=routes)

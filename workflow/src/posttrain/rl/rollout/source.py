@@ -1,4 +1,4 @@
-"""Sources of the samples of a step."""
+"""Sources of a step's trajectories."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MOST_RECOVERIES = 3
 
 
 class RolloutSource(Protocol):
-    """Supplies the training loop with samples; every rank has one and makes the same calls."""
+    """Supplies the training loop with trajectories; every rank has one and makes the same calls."""
 
     def wait_ready(self, step: int | None = None) -> None:
         """Wait until samples can be requested; during a step (from 0), if engines restart."""
@@ -55,7 +55,7 @@ class RolloutMaker(Protocol):
 
 
 class SynchronousSource:
-    """Samples made while the trainer waits: from engines with exactly the current weights, or offline responses.
+    """Trajectories made while the trainer waits: from engines with exactly the current weights, or offline responses.
 
     Args:
         runner: Event loop for everything that talks to engines.

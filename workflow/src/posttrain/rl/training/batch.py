@@ -18,7 +18,7 @@ from posttrain.rl.algorithm.objective import Needs, Objective, TokenBatch
 from posttrain.rl.batching.packed_batch import PackedBatch, build_packed_batch
 from posttrain.rl.batching.packing import pack
 from posttrain.rl.megatron_backend.train_step import TrainingMicroBatch
-from posttrain.types import Sample, SampleGroup
+from posttrain.types import Trajectory, TrajectoryGroup, VersionSpan
 
 
 @dataclass(frozen=True)
@@ -26,15 +26,15 @@ class Update:
     """One optimizer update as one data-parallel rank sees it.
 
     Args:
-        samples: The whole global batch, in rollout order.
-        batches: This rank's micro-batches; their sample indices count in `samples`.
+        trajectories: The whole global batch, in rollout order.
+        batches: This rank's micro-batches; their trajectory indices count in `trajectories`.
         num_micro_batches: Total over all data-parallel ranks.
-        advantages: [len(samples)] fp32.
-        weights: [len(samples)] fp32, the weight of each response token of a sample in the loss.
+        advantages: [len(trajectories)] fp32.
+        weights: [len(trajectories)] fp32, the weight of each response token of a trajectory in the loss.
         old_logprobs: [T] per micro-batch on ranks that see log-probabilities; empty before they are computed.
     """
 
-    samples: tuple[Sample, ...]
+    trajectories: tuple[Trajectory, ...]
     batches: tuple[PackedBatch, ...]
     num_micro_batches: int
     advantages: torch.Tensor
@@ -71,12 +71,27 @@ class Update:
     def _engine_logprobs(self, batch: PackedBatch) -> torch.Tensor:
         """Return the engine's log-probability at each response token of a row [T], 0 elsewhere."""
         row = torch.zeros(len(batch.tokens))
-        values = [value for index in batch.sample_indices for value in self.samples[index].rollout_logprobs]
+        values = [value for index in batch.trajectory_indices for value in self.trajectories[index].logprobs]
         row[batch.loss_mask > 0] = torch.tensor(values)
         return row
 
+    def versions(self, batch: PackedBatch) -> torch.Tensor:
+        """Return the weight version of each response token of a row [T] int64; -1 where unknown, and elsewhere."""
+        row = torch.full((len(batch.tokens),), -1)
+        row[batch.loss_mask > 0] = torch.cat(
+            [row[:0], *(_versions(self.trajectories[i]) for i in batch.trajectory_indices)]
+        )
+        return row
 
-def make_updates(config: Config, objective: Objective, groups: Sequence[SampleGroup], dp_rank: int) -> list[Update]:
+
+def _versions(trajectory: Trajectory) -> torch.Tensor:
+    """Return the weight version of each sampled token [number of them] int64; -1 where unknown."""
+    spans = trajectory.versions or (VersionSpan(None, trajectory.num_sampled),)
+    versions = [-1 if span.version is None else span.version for span in spans]
+    return torch.tensor(versions).repeat_interleave(torch.tensor([span.num_tokens for span in spans]))
+
+
+def make_updates(config: Config, objective: Objective, groups: Sequence[TrajectoryGroup], dp_rank: int) -> list[Update]:
     """Cut a rollout into optimizer updates and pack each for one data-parallel rank.
 
     Args:
@@ -86,50 +101,50 @@ def make_updates(config: Config, objective: Objective, groups: Sequence[SampleGr
         dp_rank: The rank that the micro-batches are for.
     """
     advantages = objective.advantages(groups)
-    samples = [sample for group in groups for sample in group.samples]
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     size = config.training.global_batch_size
     return [
-        _make_update(config, objective, samples[start : start + size], advantages[start : start + size], dp_rank)
-        for start in range(0, len(samples), size)
+        _make_update(config, objective, trajectories[start : start + size], advantages[start : start + size], dp_rank)
+        for start in range(0, len(trajectories), size)
     ]
 
 
 def _make_update(
-    config: Config, objective: Objective, samples: list[Sample], advantages: torch.Tensor, dp_rank: int
+    config: Config, objective: Objective, trajectories: list[Trajectory], advantages: torch.Tensor, dp_rank: int
 ) -> Update:
-    batches, plan = pack_samples(config, samples, dp_rank)
+    batches, plan = pack_trajectories(config, trajectories, dp_rank)
     return Update(
-        samples=tuple(samples),
+        trajectories=tuple(trajectories),
         batches=tuple(batches),
         num_micro_batches=sum(len(batches) for batches in plan),
         advantages=advantages,
         weights=objective.token_weights(
-            [len(sample.response_tokens) for sample in samples],
+            [trajectory.num_sampled for trajectory in trajectories],
             [indices for micro_batches in plan for indices in micro_batches if indices],
         ),
     )
 
 
-def pack_samples(
-    config: Config, samples: Sequence[Sample], dp_rank: int
+def pack_trajectories(
+    config: Config, trajectories: Sequence[Trajectory], dp_rank: int
 ) -> tuple[list[PackedBatch], list[list[list[int]]]]:
-    """Pack samples into the same number of micro-batches on every data-parallel rank.
+    """Pack trajectories into the same number of micro-batches on every data-parallel rank.
 
     Args:
         config: The resolved configuration.
-        samples: Any.
+        trajectories: Any.
         dp_rank: The rank that the micro-batches are for.
 
     Returns:
-        This rank's micro-batches, and the plan: the indices of the samples in each micro-batch of each rank.
+        This rank's micro-batches, and the plan: the indices of the trajectories in each micro-batch of each rank.
     """
     multiple, sequence_multiple = row_multiples(config)
-    plan = plan_rows(config, [sample.num_tokens for sample in samples])
-    return [build_packed_batch(samples, indices, multiple, sequence_multiple) for indices in plan[dp_rank]], plan
+    plan = plan_rows(config, [trajectory.num_tokens for trajectory in trajectories])
+    return [build_packed_batch(trajectories, indices, multiple, sequence_multiple) for indices in plan[dp_rank]], plan
 
 
 def plan_rows(config: Config, num_tokens: Sequence[int]) -> list[list[list[int]]]:
-    """Return, for each data-parallel rank, the sample indices of each micro-batch, from the samples' token counts."""
+    """Return each data-parallel rank's micro-batches, as indices of trajectories, from their token counts."""
     multiple, sequence_multiple = row_multiples(config)
     lengths = [-(-count // sequence_multiple) * sequence_multiple for count in num_tokens]
     # Round down so that a padded row stays within the budget.

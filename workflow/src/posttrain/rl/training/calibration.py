@@ -37,7 +37,7 @@ from posttrain.rl.megatron_backend.train_step import compute_logprobs
 from posttrain.rl.training.batch import row_multiples, sample_costs
 from posttrain.rl.training.calibration_samples import Read, read_passes
 from posttrain.store import COVERAGE_NAME, write_atomic, write_json
-from posttrain.types import Sample
+from posttrain.types import Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ def key_of(config: Config, made_from: str, samples: Sequence[tuple[int, ...]]) -
 def _batches(config: Config, shard: Sequence[tuple[int, ...]]) -> tuple[list[PackedBatch], list[torch.Tensor]]:
     """Return this rank's micro-batches of a shard, and each one's mask of non-padding tokens [T] bool."""
     # Calibration needs no predictions: one response token per sample keeps the logits tiny.
-    samples = [Sample(i, 0, tokens[:-1], tokens[-1:], (), "stop", None, None) for i, tokens in enumerate(shard)]
+    samples = [Trajectory.of_response(tokens[:-1], tokens[-1:], prompt_id=i) for i, tokens in enumerate(shard)]
     multiple, sequence_multiple = row_multiples(config)
     lengths = [-(-len(tokens) // sequence_multiple) * sequence_multiple for tokens in shard]
     budget, costs = token_budget(config) // multiple * multiple, sample_costs(config, lengths)
@@ -125,9 +125,9 @@ def _batches(config: Config, shard: Sequence[tuple[int, ...]]) -> tuple[list[Pac
     return batches, [real_tokens(batch, samples) for batch in batches]
 
 
-def real_tokens(batch: PackedBatch, samples: Sequence[Sample]) -> torch.Tensor:
+def real_tokens(batch: PackedBatch, samples: Sequence[Trajectory]) -> torch.Tensor:
     """Return a mask of a row's non-padding tokens [T] bool."""
-    own = [samples[index].num_tokens for index in batch.sample_indices]
+    own = [samples[index].num_tokens for index in batch.trajectory_indices]
     own += [0] * (len(batch.lengths) - len(own))
     return torch.cat([torch.arange(length) < real for length, real in zip(batch.lengths, own, strict=True)])
 

@@ -13,7 +13,7 @@ from posttrain.rl.algorithm.mismatch import Mismatch
 from posttrain.rl.algorithm.statistics import MEAN, STATISTICS
 from posttrain.rl.megatron_backend.train_step import NO_SIGNAL, UpdateStatistics
 from posttrain.rl.training.phases import PhaseClock
-from posttrain.types import RolloutResult, SampleGroup
+from posttrain.types import RolloutResult, TrajectoryGroup
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ def step_metrics(
         clock: Times of the phases.
     """
     timings = clock.metrics()
-    num_tokens = sum(sample.num_tokens for group in rollout.groups for sample in group.samples)
+    num_tokens = sum(one.num_tokens for group in rollout.groups for one in group.trajectories)
     return {
         **_rollout_metrics(rollout, is_graded=mismatch[0] is not None),
         **_update_metrics(statistics, is_compared=mismatch[1] is not None),
@@ -50,12 +50,12 @@ def step_metrics(
 
 
 def _rollout_metrics(rollout: RolloutResult, is_graded: bool) -> dict[str, float]:
-    samples = [sample for group in rollout.groups for sample in group.samples]
-    lengths = [len(sample.response_tokens) for sample in samples]
+    trajectories = [trajectory for group in rollout.groups for trajectory in group.trajectories]
+    lengths = [trajectory.num_sampled for trajectory in trajectories]
     metrics = {
         "rollout/response_tokens_mean": sum(lengths) / len(lengths),
         "rollout/response_tokens_max": max(lengths),
-        "rollout/truncated_fraction": sum(sample.finish_reason == "length" for sample in samples) / len(samples),
+        "rollout/truncated_fraction": sum(one.finish_reason == "length" for one in trajectories) / len(trajectories),
     }
     if not is_graded:
         return metrics
@@ -63,30 +63,30 @@ def _rollout_metrics(rollout: RolloutResult, is_graded: bool) -> dict[str, float
     return {
         **_reward_metrics(rollout.groups),
         "rollout/reward_std_zero_fraction": equal_groups / len(rollout.groups),
-        "rollout/grader_failures": sum(bool(sample.failure) for sample in samples),
-        "rollout/ungraded_samples": sum(sample.reward is None for sample in samples),
+        "rollout/grader_failures": sum(bool(one.failure) for one in trajectories),
+        "rollout/ungraded_samples": sum(one.reward is None for one in trajectories),
         **metrics,
     }
 
 
-def _has_equal_rewards(group: SampleGroup) -> bool:
+def _has_equal_rewards(group: TrajectoryGroup) -> bool:
     """Return whether a group's rewards are all equal, which gives no signal; see `rl.algorithm.advantage.grpo`."""
-    rewards = [sample.reward for sample in group.samples if sample.reward is not None]
+    rewards = [trajectory.reward for trajectory in group.trajectories if trajectory.reward is not None]
     return not rewards or max(rewards) - min(rewards) <= RESOLUTION * max(map(abs, rewards))
 
 
-def _reward_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
+def _reward_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     """Return the metrics logged by graders."""
     values: dict[str, list[float]] = {}
     for group in groups:
-        for sample in group.samples:
-            if sample.reward is not None:
-                values.setdefault("rollout/reward_mean", []).append(sample.reward)
-                passed = float(has_passed(sample.scores, sample.reward))
+        for trajectory in group.trajectories:
+            if trajectory.reward is not None:
+                values.setdefault("rollout/reward_mean", []).append(trajectory.reward)
+                passed = float(has_passed(trajectory.scores, trajectory.reward))
                 values.setdefault("rollout/pass_rate", []).append(passed)
                 if group.prompt.source:
                     values.setdefault(f"source/{group.prompt.source}/pass_rate", []).append(passed)
-            told = {**sample.scores, **sample.parts} if len(sample.scores) > 1 or sample.parts else {}
+            told = {**trajectory.scores, **trajectory.parts} if len(trajectory.scores) > 1 or trajectory.parts else {}
             for name, score in told.items():
                 values.setdefault(f"reward/{name}", []).extend([] if score is None else [score])
     if len(values) > MAX_NAMES:

@@ -1,6 +1,6 @@
 """Compares trainer and engine log-probabilities, within what their precisions allow (`trainer.mismatch`).
 
-A large difference means that the samples are not from the policy: an engine has the wrong weights or computes
+A large difference means that the trajectories are not from the policy: an engine has the wrong weights or computes
 differently.
 """
 
@@ -78,7 +78,7 @@ class EngineComparison:
 
 
 def _compare(updates: Sequence[Update], logprobs: Sequence[Sequence[torch.Tensor]]) -> Mismatch:
-    """Compare trainer and engine log-probabilities over the response tokens of all ranks.
+    """Compare trainer and engine log-probabilities over the sampled tokens of all ranks.
 
     Raises:
         ValueError: They are not finite; raised on every rank.
@@ -88,7 +88,7 @@ def _compare(updates: Sequence[Update], logprobs: Sequence[Sequence[torch.Tensor
         for batch, row in zip(update.batches, rows, strict=False):  # only the last pipeline stage has them
             for index, values in batch.response_values(row.cpu()).items():
                 own.append(values)
-                engine.append(torch.tensor(update.samples[index].rollout_logprobs))
+                engine.append(torch.tensor(update.trajectories[index].logprobs))
     # Compare across data-parallel ranks, then share the result with all ranks.
     of_all = [torch.cat(gather_over_data_parallel(torch.cat(values))) for values in (own, engine)]
     found, wrong = None, ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from itertools import takewhile
 
 from posttrain.checkpoint.reference_logprobs import ReferenceLogprobs, ReferencePrompt
 from posttrain.config.schema import Config
@@ -17,8 +18,8 @@ from posttrain.rl.megatron_backend.model import Policy
 from posttrain.rl.megatron_backend.plain_data import gather_plain
 from posttrain.rl.megatron_backend.ranks import data_parallel_rank
 from posttrain.rl.megatron_backend.train_step import compute_logprobs
-from posttrain.rl.training.batch import pack_samples
-from posttrain.types import Prompt, Sample, SampleGroup
+from posttrain.rl.training.batch import pack_trajectories
+from posttrain.types import Prompt, Trajectory, TrajectoryGroup
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ MOST_TOKENS = 64
 
 
 def record_reference_logprobs(
-    config: Config, policy: Policy, groups: Sequence[SampleGroup]
+    config: Config, policy: Policy, groups: Sequence[TrajectoryGroup]
 ) -> ReferenceLogprobs | None:
     """Return the reference log-probabilities of the current weights; collective.
 
@@ -40,8 +41,8 @@ def record_reference_logprobs(
     Returns:
         The same on every rank; None if the log-probabilities are not finite.
     """
-    chosen = choose_samples(groups)
-    batches, _ = pack_samples(config, [sample for _, sample in chosen], data_parallel_rank())
+    chosen = choose_trajectories(groups)
+    batches, _ = pack_trajectories(config, [trajectory for _, trajectory in chosen], data_parallel_rank())
     own: list[tuple[int, list[float]]] = []
     # Servers report log-probabilities at temperature 1, whatever temperature rollouts used.
     with policy.at_temperature(1.0):
@@ -53,22 +54,23 @@ def record_reference_logprobs(
     if not all(math.isfinite(value) for values in found.values() for value in values):
         log.warning("the trained model's log-probabilities are not finite: nothing to hold a server against")
         return None
-    prompts = [_prompt(prompt, sample, found[index]) for index, (prompt, sample) in enumerate(chosen)]
+    prompts = [_prompt(prompt, trajectory, found[index]) for index, (prompt, trajectory) in enumerate(chosen)]
     kwargs = parse_template_kwargs(config.data.chat_template_kwargs)
     return ReferenceLogprobs(config.trainer.params_dtype, kwargs, prompts)
 
 
-def choose_samples(groups: Sequence[SampleGroup]) -> list[tuple[Prompt, Sample]]:
-    """Return a few short samples with their prompts, spread over as many prompts as possible."""
-    known = [(group.prompt, sample) for group in groups for sample in group.samples]
+def choose_trajectories(groups: Sequence[TrajectoryGroup]) -> list[tuple[Prompt, Trajectory]]:
+    """Return a few short trajectories with their prompts, spread over as many prompts as possible."""
+    known = [(group.prompt, trajectory) for group in groups for trajectory in group.trajectories]
     return sorted(known, key=lambda item: (item[1].sample_index, len(item[1].prompt_tokens), item[1].prompt_id))[
         :NUM_PROMPTS
     ]
 
 
-def _prompt(prompt: Prompt, sample: Sample, logprobs: Sequence[float]) -> ReferencePrompt:
+def _prompt(prompt: Prompt, trajectory: Trajectory, logprobs: Sequence[float]) -> ReferencePrompt:
+    asked = trajectory.prompt_tokens
+    # The first sampled stretch: a server is asked for a continuation of the prompt.
+    stretch = len(list(takewhile(bool, trajectory.loss_mask[len(asked) :][:MOST_TOKENS])))
     # Rounding may leave the value slightly above 0.
-    values = [min(0.0, value) for value in logprobs[:MOST_TOKENS]]
-    return ReferencePrompt(
-        prompt.messages, prompt.tools, sample.prompt_tokens, sample.response_tokens[:MOST_TOKENS], values
-    )
+    values = [min(0.0, value) for value in logprobs[:stretch]]
+    return ReferencePrompt(prompt.messages, prompt.tools, asked, trajectory.sampled_tokens[:stretch], values)

@@ -40,7 +40,7 @@ from posttrain.rl.training.slow_ranks import SlowRanks, probe_seconds
 from posttrain.rl.training.step_evaluation import StepEvaluation
 from posttrain.rl.training.utilisation import model_flops_utilisation, traced
 from posttrain.rl.weight_sync.publish import WeightPublisher
-from posttrain.types import RolloutResult, SampleGroup
+from posttrain.types import RolloutResult, TrajectoryGroup
 
 log = logging.getLogger(__name__)
 
@@ -167,7 +167,7 @@ class TrainingRun:
             if self.is_rank0:
                 log.warning("rank %d on %s computes %.1f times slower than the median", rank, probes[rank][1], factor)
 
-    def make_updates(self, groups: Sequence[SampleGroup]) -> list[Update]:
+    def make_updates(self, groups: Sequence[TrajectoryGroup]) -> list[Update]:
         """Return the optimizer updates of a rollout, packed for this data-parallel rank."""
         return make_updates(self.config, self.objective, groups, data_parallel_rank())
 
@@ -251,7 +251,7 @@ class TrainingRun:
         memory = gather_plain(clock.peak_gib)
         if self.sinks is None:
             return {}
-        lengths = [sample.num_tokens for update in updates for sample in update.samples]
+        lengths = [one.num_tokens for update in updates for one in update.trajectories]
         metrics = step_metrics(rollout, statistics, mismatch, clock)
         metrics |= experts | {
             **evaluated,
