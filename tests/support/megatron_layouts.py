@@ -34,13 +34,10 @@ def make_groups(vocab_size: int, num_groups: int = 3, size: int = 4, seed: int =
         prompt = tuple(torch.randint(2, vocab_size, (9 + 7 * prompt_id,), generator=generator).tolist())
         samples = []
         for index in range(size):
-            response = tuple(torch.randint(2, vocab_size, (5 + 6 * index,), generator=generator).tolist())
-            logprobs = tuple([-4.0] * len(response))
-            samples.append(
-                Trajectory.of_response(
-                    prompt, response, logprobs, 0, prompt_id=prompt_id, sample_index=index, reward=float(index % 2)
-                )
-            )
+            response = torch.randint(2, vocab_size, (5 + 6 * index,), generator=generator).tolist()
+            ids = {"prompt_id": prompt_id, "sample_index": index}
+            logprobs, reward = [-4.0] * len(response), float(index % 2)
+            samples.append(Trajectory.of_response(prompt, response, logprobs, 0, reward=reward, **ids))
         groups.append(TrajectoryGroup(Prompt(prompt_id, (), ""), tuple(samples)))
     return groups
 

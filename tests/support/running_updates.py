@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from posttrain.rl.engines.client import EngineClient
-from posttrain.rl.engines.responses import GenerateRequest, GenerateResult, VersionSpan
+from posttrain.rl.engines.responses import GenerateRequest, GenerateResult
+from posttrain.types import VersionSpan
 
 
 @dataclasses.dataclass

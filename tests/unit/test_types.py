@@ -35,6 +35,8 @@ def test_a_trajectory_of_two_turns() -> None:
 def test_a_prompt_with_one_response() -> None:
     one = Trajectory.of_response([5, 9], [7, 1], [-0.1, -0.2], 3, prompt_id=7, sample_index=2, finish_reason="length")
     assert one == Trajectory(7, 2, (5, 9, 7, 1), (0, 0, 1, 1), (-0.1, -0.2), (VersionSpan(3, 2),), "length", None)
+    spans = (VersionSpan(3, 1), VersionSpan(4, 1))
+    assert Trajectory.of_response([5, 9], [7, 1], [-0.1, -0.2], versions=spans, prompt_id=7).versions == spans
     unreported = Trajectory.of_response([5, 9], [7, 1], [-0.1, -0.2], prompt_id=7)
     assert unreported.versions == (VersionSpan(None, 2),)
     assert (unreported.oldest_version, unreported.newest_version) == (None, None)

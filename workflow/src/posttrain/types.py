@@ -170,6 +170,7 @@ class Trajectory:
         logprobs: Sequence[float] = (),
         version: int | None = None,
         *,
+        versions: tuple[VersionSpan, ...] = (),
         prompt_id: int,
         sample_index: int = 0,
         finish_reason: str = "stop",
@@ -182,7 +183,8 @@ class Trajectory:
             prompt_tokens: Token ids of the rendered prompt.
             response_tokens: Token ids of the response, including the end token if the engine emitted one.
             logprobs: One per response token; empty if no engine sampled the response.
-            version: Weight version that sampled the response.
+            version: Weight version that sampled the response; None if unknown.
+            versions: Weight versions that sampled it, instead of `version`.
             prompt_id: See the class, as the others.
             sample_index: Its place in the group.
             finish_reason: "stop" or "length".
@@ -197,7 +199,7 @@ class Trajectory:
             tokens=(*prompt_tokens, *response_tokens),
             loss_mask=(0,) * len(prompt_tokens) + (1,) * count,
             logprobs=tuple(logprobs),
-            versions=(VersionSpan(version, count),) * is_sampled,
+            versions=versions or (VersionSpan(version, count),) * is_sampled,
             finish_reason=finish_reason,
             reward=reward,
             **graded,

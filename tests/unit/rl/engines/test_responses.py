@@ -6,11 +6,11 @@ import pytest
 from posttrain.rl.engines.responses import (
     GenerateRequest,
     GenerateResult,
-    VersionSpan,
     check_prompts,
     generate_body,
     parse_generate_answer,
 )
+from posttrain.types import VersionSpan
 
 
 def answer(tokens, logprobs, reason="stop", version="12"):

@@ -10,7 +10,8 @@ from tests.unit.rl.engines.test_client import BUCKETS, ScriptedEngine, client_of
 
 from posttrain.rl.engines import calls as calls_module
 from posttrain.rl.engines.client import EngineClient
-from posttrain.rl.engines.responses import GenerateRequest, VersionSpan
+from posttrain.rl.engines.responses import GenerateRequest
+from posttrain.types import VersionSpan
 
 REQUEST = GenerateRequest([5], 1, 4)
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from posttrain.rl.engines.routes import ASKED, RoutesLayout
+from posttrain.types import VersionSpan
 
 # The weight version that an engine started without weights reports until its first update.
 NO_WEIGHTS = "none"
@@ -48,19 +49,6 @@ class GenerateRequest:
             "sampling_seed": self.sampling_seed,
             "ignore_eos": self.ignore_eos,
         }
-
-
-@dataclass(frozen=True)
-class VersionSpan:
-    """Consecutive sampled tokens of one weight version.
-
-    Args:
-        version: Version of the engine's weights; None if the engine does not report it.
-        num_tokens: Sampled tokens, at least 1.
-    """
-
-    version: int | None
-    num_tokens: int
 
 
 @dataclass(frozen=True)

@@ -205,7 +205,7 @@ def _trajectory(
         request.input_ids,
         answer.output_ids,
         answer.logprobs,
-        answer.weight_version,
+        versions=answer.versions,
         prompt_id=prompt.prompt_id,
         sample_index=index,
         finish_reason=answer.finish_reason,
