@@ -168,6 +168,8 @@ def test_the_other_ways_of_an_update_leave_the_cache_of_running_requests_too(mod
         (from_disk,) = (body for path, body in engine.calls if path == "/update_weights_from_disk")
         assert from_disk["flush_cache"] is (mode == "recompute")
         assert ("/flush_cache" in engine.paths) is (mode == "recompute")
+        (named,) = (body for path, body in engine.calls if path == "/update_weight_version")
+        assert named == {"new_version": "9", "abort_all_requests": False}
 
     run(story())
 

@@ -324,7 +324,9 @@ class EngineClient(EngineCommands):
         """Close an update whose tensors were not sent over HTTP."""
         if not self._keeps_cache:
             await self.call_all("POST", "/flush_cache", {})
-        await self.call_all("POST", "/update_weight_version", {"new_version": str(version)})
+        # By default SGLang aborts all requests at this call, unlike at its other updates.
+        body = {"new_version": str(version), "abort_all_requests": False}
+        await self.call_all("POST", "/update_weight_version", body)
         await self.end_update()
 
     async def update_weights_from_disk(self, version: int, folder: Path) -> None:
