@@ -3,7 +3,7 @@
 SGLang launches a batch before it reads the results of the one before. An in-place pause leaves the results of the last
 one unread; they are read after the pause, and their tokens get the version of the weights that were loaded meanwhile.
 Here they are read when the pause begins, which also waits for the GPU. The event loop still expects an entry in its
-queue of results after the pause, so an empty one takes their place.
+queue of results after the pause, so a batch without requests takes their place.
 
 Written against SGLang 0.5.23: `Scheduler.pause_generation`, `event_loop_overlap`, in srt/managers/scheduler.py.
 """
@@ -27,7 +27,7 @@ def finish_first(pause: Callable[..., Any], scheduler: Any, request: Any, *args:
         for _ in range(len(queue)):
             batch, result = queue.popleft()
             scheduler.process_batch_result(batch, result)
-            queue.append((Processed(), None))
+            queue.append((Processed(), result))
     return pause(scheduler, request, *args, **kwargs)
 
 

@@ -3,6 +3,7 @@ batch."""
 
 import dataclasses
 import functools
+import itertools
 
 import numpy as np
 import pytest
@@ -69,6 +70,18 @@ def test_logprobs_equal_a_plain_forward(model_type, tmp_path, monkeypatch):
     folder = write_checkpoint(tmp_path / "hf", model_type, strong_tensors(model_type, seed=2))
     responses = run(load_model(folder, torch.float32).model, rows())
     assert largest_difference(reference(folder), responses, monkeypatch) <= 1e-5
+
+
+def test_a_cache_that_is_computed_again_is_the_one_it_replaces(model_type, tmp_path, monkeypatch):
+    """After every other token, in every family: prompts of all lengths, rows of which some have finished."""
+    folder = write_checkpoint(tmp_path / "hf", model_type, strong_tensors(model_type, seed=2))
+    loaded, steps = load_model(folder, torch.float32), itertools.count()
+    given = [dataclasses.replace(row, tells_routes=has_experts(loaded.model)) for row in rows()]
+    responses = run(loaded.model, given, lambda _: next(steps) % 2 == 0)
+    assert largest_difference(reference(folder), responses, monkeypatch) <= 1e-5
+    if has_experts(loaded.model):
+        lengths = [len(response.context) - 1 for response in responses]
+        assert [len(np.concatenate(response.routes)) for response in responses] == lengths
 
 
 def test_a_prompts_log_probabilities_equal_a_plain_forward(model_type, tmp_path, monkeypatch):

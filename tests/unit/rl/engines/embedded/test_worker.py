@@ -168,3 +168,31 @@ def test_a_request_given_up_while_it_waits_is_not_computed(make_worker):
     running.result(WAIT_SECONDS)
     worker.submit(Work([row("after")])).result(WAIT_SECONDS)
     assert worker.counters.num_responses == 2
+
+
+@pytest.mark.parametrize(("modes", "is_held"), [(["in_place"], True), (["in_place", "retract"], False)])
+def test_a_request_whose_cache_is_dropped_does_not_hold_a_flush_up(make_worker, modes, is_held):
+    worker, first = make_worker(), threading.Event()
+    future = worker.submit(Work([row("long", length=200)], lambda responses: first.set()))
+    assert first.wait(WAIT_SECONDS)
+    for mode in modes:
+        worker.pause(mode)
+    worker.submit(Work([row("waits")]))
+    assert worker.wait_without_cache(0.3 if is_held else WAIT_SECONDS) is not is_held
+    worker.resume()
+    assert len(future.result(WAIT_SECONDS)[0].output_ids) == 200
+    assert worker.wait_without_cache(WAIT_SECONDS)
+
+
+def test_responses_that_ended_before_new_weights_keep_their_version(make_worker):
+    version, gate = ["1"], Gate()
+    worker = make_worker(version=lambda: version[0])
+    future = worker.submit(Work([row("short", length=1), row("long", length=3)], gate))
+    assert gate.reached.wait(WAIT_SECONDS)
+    worker.pause("retract")
+    gate.opened.set()
+    with worker.weights_may_change():
+        version[0] = "2"
+    worker.resume()
+    short, long = future.result(WAIT_SECONDS)
+    assert (short.versions, long.versions) == (["1"], ["1", "2", "2"])
