@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import strategies as st
 
 from posttrain.types import Trajectory, VersionSpan
@@ -33,3 +35,12 @@ def _versions(draw: st.DrawFn, count: int) -> tuple[VersionSpan, ...]:
     cuts = sorted(draw(st.sets(st.integers(1, count - 1)))) if count > 1 else []
     lengths = [end - start for start, end in zip([0, *cuts], [*cuts, count], strict=True)]
     return tuple(VersionSpan(draw(st.none() | st.integers(0, 5)), length) for length in lengths)
+
+
+def as_samples(group: dict[str, Any]) -> dict[str, Any]:
+    """Return a stored group of ordinary trajectories in the form of older releases."""
+    for one in group["trajectories"]:
+        tokens, start, (version,) = one.pop("tokens"), one.pop("loss_mask").index("1"), one.pop("versions")
+        one |= {"prompt_tokens": tokens[:start], "response_tokens": tokens[start:]}
+        one |= {"weight_version": version["version"], "rollout_logprobs": one.pop("logprobs")}
+    return {"prompt": group["prompt"], "samples": group["trajectories"]}

@@ -3,6 +3,7 @@ from dataclasses import replace
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.trajectories import trajectories
 
 from posttrain.rl.batching.packed_batch import build_packed_batch
 from posttrain.types import Trajectory
@@ -102,14 +103,7 @@ def test_tokens_between_sampled_stretches_are_read_but_not_learned():
     assert batch.response_values(batch.targets)[1].tolist() == [7, 1, 3]
 
 
-@st.composite
-def _samples(draw: st.DrawFn) -> list[Trajectory]:
-    tokens = st.integers(1, 63)
-    rows = st.tuples(st.lists(tokens, min_size=1, max_size=7), st.lists(tokens, min_size=1, max_size=7))
-    return [_sample(tuple(p), tuple(r)) for p, r in draw(st.lists(rows, min_size=1, max_size=8))]
-
-
-@given(_samples(), st.randoms(use_true_random=False), st.integers(1, 16))
+@given(st.lists(trajectories(), min_size=1, max_size=8), st.randoms(use_true_random=False), st.integers(1, 16))
 @settings(max_examples=150, deadline=None)
 def test_everything_comes_back_out(samples, rng, multiple_of):
     indices = list(range(len(samples)))
@@ -117,7 +111,7 @@ def test_everything_comes_back_out(samples, rng, multiple_of):
     batch = build_packed_batch(samples, indices, multiple_of)
     assert len(batch.tokens) % multiple_of == 0
     assert batch.num_padding < multiple_of
-    # What the loss sees of the targets is exactly the responses.
+    # What the loss sees of the targets is exactly what the model sampled.
     found = batch.response_values(batch.targets)
     assert {i: tuple(row.tolist()) for i, row in found.items()} == {i: s.sampled_tokens for i, s in enumerate(samples)}
     bounds = batch.cu_seqlens.tolist()

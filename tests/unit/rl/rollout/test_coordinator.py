@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from tests.support.trajectories import as_samples
 
 from posttrain.checkpoint.tiny.tokenizer import CHARACTERS, CONTROL_TOKENS, make_tokenizer
 from posttrain.errors import ConfigError
@@ -25,10 +26,11 @@ from posttrain.rl.batching.stored_routes import open_routes
 from posttrain.rl.data.chat import ChatTokenizer
 from posttrain.rl.engines.calls import EngineError
 from posttrain.rl.engines.client import EngineClient
+from posttrain.rl.engines.responses import GenerateResult
 from posttrain.rl.engines.routes import ASKED, TOLD, RoutesLayout
 from posttrain.rl.reward.answer import Failure, Grade
 from posttrain.rl.reward.graders import GraderPool
-from posttrain.rl.rollout.coordinator import RolloutCoordinator
+from posttrain.rl.rollout.coordinator import RolloutCoordinator, check_versions
 from posttrain.rl.rollout.rollout_store import RolloutStore
 from posttrain.types import Prompt, VersionSpan
 
@@ -318,6 +320,8 @@ def test_samples_of_other_weights_are_refused_and_not_kept(collect, tmp_path: Pa
     with pytest.raises(RuntimeError, match=said):
         collect(step, Engine(*versions))
     assert not list(tmp_path.rglob("chunk_*.json"))
+    with pytest.raises(RuntimeError, match=r"\['1'\] in step 2"):  # of the first token alone
+        check_versions(2, [GenerateResult((3, 4), (-1, -1), "stop", 2, None, (VersionSpan(1, 1), VersionSpan(2, 1)))])
 
 
 def test_a_finished_request_is_replayed_and_the_others_are_asked_for_as_before(collect, tmp_path: Path) -> None:
@@ -329,6 +333,15 @@ def test_a_finished_request_is_replayed_and_the_others_are_asked_for_as_before(c
     assert again.num_replayed == 2
     assert again.groups == whole.groups
     assert collect(1, Engine()).num_replayed == 3, "and with all of them there nobody is asked"
+
+
+def test_a_request_that_an_older_release_finished_is_replayed(collect, tmp_path: Path) -> None:
+    """It stored samples: a prompt and a response of one weight version."""
+    whole = collect(1, Engine("1"), Engine("1"))
+    for path in tmp_path.rglob("chunk_*.json"):
+        path.write_text(json.dumps([as_samples(group) for group in json.loads(path.read_text())]))
+    again = collect(1, Engine())
+    assert (again.num_replayed, again.groups) == (3, whole.groups)
 
 
 CHANGED_PROMPTS = [Prompt(p.prompt_id, p.messages, "8") for p in PROMPTS]

@@ -68,6 +68,19 @@ def test_a_long_response_is_cut(make_policy) -> None:
     assert len(found.prompts[0].logprobs) == len(found.prompts[0].response_tokens) == MOST_TOKENS
 
 
+def test_of_several_turns_the_first_is_recorded(make_policy, make_reference) -> None:
+    config = trained_config()
+    tokens, mask = (5, 6, 7, 8, 9, 10, 11, 12), (0, 0, 1, 1, 0, 0, 1, 1)
+    one = Trajectory(0, 0, tokens, mask, (), (), "stop", 0.0)
+    found = record_reference_logprobs(config, make_policy(config), [TrajectoryGroup(Prompt(0, (), ""), (one,))])
+    assert found is not None
+    (prompt,) = found.prompts
+    assert (tuple(prompt.prompt_tokens), tuple(prompt.response_tokens)) == ((5, 6), (7, 8))
+    with torch.no_grad():
+        logprobs = make_reference()(torch.tensor([tokens])).logits[0].log_softmax(-1)
+    assert prompt.logprobs == pytest.approx([logprobs[1, 7].item(), logprobs[2, 8].item()], abs=1e-4)
+
+
 def test_a_model_without_numbers_has_none(make_policy, monkeypatch, caplog: pytest.LogCaptureFixture) -> None:
     config = trained_config()
     policy = make_policy(config)

@@ -220,7 +220,7 @@ def _trajectory(
 def check_versions(step: int, answers: Sequence[GenerateResult]) -> None:
     """Reject trajectories from any weight version but the step's: a restarted engine would serve the initial ones."""
     expected = (None, 0) if step == 0 else (step,)
-    wrong = {answer.weight_version for answer in answers} - set(expected)
+    wrong = {span.version for answer in answers for span in answer.versions} - set(expected)
     if wrong:
         raise RuntimeError(
             f"engine served weight version {sorted(map(str, wrong))} in step {step}; expected {expected}"
