@@ -28,11 +28,11 @@ def register() -> None:
         logging.getLogger(__name__).error("SGLang %s: this plug-in is for %s", sglang.__version__, VERSION)
         return
     from posttrain_weights.engine_handlers import answer
-    from posttrain_weights.finished_batches import skip_processed
+    from posttrain_weights.finished_batches import finish_first, skip_processed
     from posttrain_weights.routed_experts import packed, where_there_are_gpus
 
     HookRegistry.register(HANDLER, answer, HookType.AROUND)
     HookRegistry.register(CAPTURED, packed, HookType.AROUND)
-    # HookRegistry.register(PAUSED, finish_first, HookType.AROUND)
+    HookRegistry.register(PAUSED, finish_first, HookType.AROUND)
     HookRegistry.register(PROCESSED, skip_processed, HookType.AROUND)
     HookRegistry.register(PINNED, where_there_are_gpus, HookType.AROUND)
