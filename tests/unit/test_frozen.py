@@ -13,6 +13,7 @@ MUTABLE = {
     "posttrain": {
         *("Counters", "HangWatch", "Member", "PackedSequences", "Policy", "RankProcess", "Response"),
         *(
+            "PartialResponse",
             "PreemptionDeadline",
             "Timeline",
             "TrainingRun",

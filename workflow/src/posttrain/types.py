@@ -288,6 +288,11 @@ class TrajectoryGroup:
     trajectories: tuple[Trajectory, ...]
     position: int = -1
 
+    @property
+    def oldest_version(self) -> int | None:
+        """The lowest reported weight version; None if none is reported."""
+        return min((one.oldest_version for one in self.trajectories if one.oldest_version is not None), default=None)
+
     def as_dict(self) -> dict[str, Any]:
         """Return the group as plain JSON types, without a position that is unset."""
         position = {"position": self.position} if self.position >= 0 else {}
@@ -314,7 +319,9 @@ class RolloutResult:
     Args:
         groups: In prompt order.
         num_replayed: Number of groups that an earlier attempt had finished.
+        queue: Metrics of the queue that the groups passed through; empty without one.
     """
 
     groups: list[TrajectoryGroup]
     num_replayed: int
+    queue: Mapping[str, float] = field(default_factory=dict)

@@ -183,7 +183,7 @@ def _run_of(
     from posttrain.rl.megatron_backend.plain_data import share_plain
     from posttrain.rl.megatron_backend.served_values import ServedValues
     from posttrain.rl.megatron_backend.weights import HubWeights
-    from posttrain.rl.rollout.source import SynchronousSource
+    from posttrain.rl.rollout.source import SharedSource
     from posttrain.rl.training.assembly import objective_of
     from posttrain.rl.training.colocation import Colocation, wait_for_all
     from posttrain.rl.training.mismatch import EngineComparison
@@ -215,7 +215,7 @@ def _run_of(
         config=config,
         policy=policy,
         objective=objective_of(config),
-        source=SynchronousSource(runner, share_plain, 0.0, None, MadeUpRollouts(config, drawn) if rank == 0 else None),
+        source=SharedSource(runner, share_plain, 0.0, None, MadeUpRollouts(config, drawn) if rank == 0 else None),
         comparison=EngineComparison(config, policy, values) if has_engines else None,
         publisher=WeightPublisher(published, engine_shards, Path(), Path()) if has_engines else None,
         state=state,

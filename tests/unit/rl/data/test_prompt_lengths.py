@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.config.schema import Rollout
+from posttrain.config.rollout import Rollout
 from posttrain.rl.data.dataset import load_prompts, write_prompts
 from posttrain.rl.data.prompt_lengths import PromptLengths, check_lengths, read_left_out
 from posttrain.types import Prompt

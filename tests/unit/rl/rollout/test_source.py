@@ -19,7 +19,7 @@ from posttrain.report.rank_progress import PROGRESS_VARIABLE, RankProgress, read
 from posttrain.rl.engines.calls import EngineError
 from posttrain.rl.engines.client import EngineClient
 from posttrain.rl.rollout.rollout_store import RolloutStore
-from posttrain.rl.rollout.source import StoredSource, SynchronousSource
+from posttrain.rl.rollout.source import SharedSource, StoredSource
 from posttrain.types import Prompt, RolloutResult, Trajectory, TrajectoryGroup
 
 GROUPS = [
@@ -53,7 +53,7 @@ def collect(
     recovered: list[str] = []
     with asyncio.Runner() as runner:
         try:
-            found = SynchronousSource(runner, share, 5.0, None, maker).collect(step, recovered.append)
+            found = SharedSource(runner, share, 5.0, None, maker).collect(step, recovered.append)
         except EngineError as error:
             return str(error), recovered
     return found, recovered
@@ -163,7 +163,7 @@ def wait_ready(health: Callable, step: int | None, seconds: float = 10.0) -> str
         client = EngineClient([url], "", 5.0)
         runner.run(client.__aenter__())
         try:
-            SynchronousSource(runner, None, seconds, client, Maker()).wait_ready(step)
+            SharedSource(runner, None, seconds, client, Maker()).wait_ready(step)
         finally:
             runner.run(client.__aexit__(None, None, None))
             runner.run(server.close())
@@ -208,7 +208,7 @@ def test_within_a_step_the_rank_says_that_it_lives_and_which_engine_is_silent(
 
 def test_where_no_engines_are_nobody_is_waited_for() -> None:
     with asyncio.Runner() as runner:
-        SynchronousSource(runner, None, 0.0, None, Maker()).wait_ready(3)
+        SharedSource(runner, None, 0.0, None, Maker()).wait_ready(3)
 
 
 def test_stored_rollouts_are_read_by_every_rank_and_nothing_is_made(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from posttrain.cluster.channel import POLL_SECONDS
 from posttrain.cluster.head import Head
 from posttrain.cluster.placement import engines_on_node
 from posttrain.cluster.ranks import Ending
+from posttrain.config.derived import uses_queue
 from posttrain.config.load import load_resolved
 from posttrain.config.schema import Config
 from posttrain.plan.flags.sglang_flags import PREFILL, nodes_per_engine
@@ -64,6 +65,8 @@ class NodeEngines:
                 port,
                 part.node_rank,
                 meeting,
+                # A queue's requests are single responses, which an engine batches as they come.
+                merge_requests=uses_queue(self._config),
                 role=part.role,
                 gpus=part.gpus,
                 without_weights=without_weights,

@@ -92,6 +92,16 @@ def takes_turns(config: Config) -> bool:
     return asked and uses_engines(config) and not config.engine.own_nodes
 
 
+def runs_ahead(config: Config) -> bool:
+    """Return whether engines generate while the trainer trains."""
+    return uses_engines(config) and config.rollout.max_staleness > 0
+
+
+def uses_queue(config: Config) -> bool:
+    """Return whether a queue of groups lies between engines and trainer: groups are requested one by one."""
+    return runs_ahead(config) or (uses_engines(config) and config.rollout.dynamic_sampling)
+
+
 def engines_load(config: Config) -> bool:
     """Return whether engines load weights at the start of a run.
 

@@ -16,6 +16,7 @@ from posttrain.config.launch_rules import LAUNCH_RULES
 from posttrain.config.layout_rules import LAYOUT_RULES
 from posttrain.config.optimizer_rules import OPTIMIZER_RULES
 from posttrain.config.presets import check_bounds
+from posttrain.config.queue_rules import QUEUE_RULES
 from posttrain.config.request import RUN_NAME
 from posttrain.config.reward import BUILT_IN
 from posttrain.config.reward_sum import parse_reward
@@ -37,7 +38,7 @@ SERVING_GROUPS = {"mxfp8": 32, "int4": 128}
 
 def check_consistency(config: Config) -> list[Problem]:
     """Return every violated rule."""
-    rules = (*RULES, check_bounds, *ENGINE_RULES, *SITE_RULES, *LAUNCH_RULES, *SERVICE_RULES)
+    rules = (*RULES, check_bounds, *ENGINE_RULES, *QUEUE_RULES, *SITE_RULES, *LAUNCH_RULES, *SERVICE_RULES)
     return [problem for rule in rules for problem in rule(config)]
 
 

@@ -24,8 +24,9 @@ from posttrain.config.launch import Launch, Slurm
 from posttrain.config.mismatch import MismatchLimits
 from posttrain.config.optimizer import Optimizer
 from posttrain.config.reward import Reward
+from posttrain.config.rollout import Rollout
 from posttrain.config.stage import Stage
-from posttrain.document import ANY, _doc
+from posttrain.document import _doc
 from posttrain.rl.algorithm.settings import Algorithm
 
 # What Megatron Core recomputes by module, but for the attention core: fused kernels keep no scores, and a core that
@@ -175,39 +176,6 @@ class Defaults:
 
     nodes: int = _doc("Node count", minimum=1)
     hardware: str = _doc("Name of a file in `config/hardware`")
-
-
-@dataclass(frozen=True)
-class Rollout:
-    """Sampling of responses."""
-
-    rollout_batch_size: int = _doc(
-        "Prompts per step; if the dataset has fewer, they come from several epochs", minimum=1
-    )
-    num_samples_per_prompt: int = _doc("Responses per prompt (the group)", minimum=1)
-    max_response_tokens: int = _doc("Maximum tokens of a response", minimum=1)
-    max_prompt_tokens: int = _doc(
-        "Maximum tokens of a prompt; 0: unlimited, and the plan assumes a quarter of a response",
-        0,
-        minimum=0,
-        unnamed=ANY,
-    )
-    overlong_prompts: str = _doc(
-        "Prompts longer than `max_prompt_tokens`: refuse the run before it trains, or drop and count them",
-        "refuse",
-        choices=("refuse", "drop"),
-        unnamed="refuse",
-    )
-    overlong_samples: str = _doc(
-        "Samples longer than the trainer's token budget: own_row: each becomes a micro-batch, for which "
-        "the plan reserves memory; cut: responses end at the budget; refuse: reject configurations in "
-        "which they can occur",
-        "own_row",
-        choices=("own_row", "cut", "refuse"),
-        unnamed="own_row",
-    )
-    temperature: float = _doc("Sampling temperature, also of log-probabilities", exclusive_minimum=0)
-    fp8: bool = _doc("Engines serve FP8 weights (see `quantize`); the trainer keeps its precision")
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,19 @@ METRICS: Mapping[str, Metric] = {
     "rollout/truncated_fraction": Metric("Share of responses cut at rollout.max_response_tokens"),
     "rollout/grader_failures": Metric("Samples that a grader failed for; they have no reward", "samples"),
     "rollout/ungraded_samples": Metric("Samples without a reward: a grader failed, or none applies", "samples"),
+    # ---- the queue between engines and trainer; on the clock, like timings ----
+    "queue/staleness_mean": Metric("Mean age of the sampled tokens trained on", "updates", is_timing=True),
+    "queue/staleness_max": Metric(
+        "Age of the oldest token trained on; at most max_staleness", "updates", is_timing=True
+    ),
+    "queue/mixed_version_fraction": Metric("Share of trajectories sampled by several weight versions", is_timing=True),
+    "queue/groups_ready": Metric(
+        "Groups that waited for the trainer when the step took its own", "groups", is_timing=True
+    ),
+    "queue/groups_running": Metric("Groups that engines were generating then", "groups", is_timing=True),
+    "queue/dropped_equal_rewards": Metric(
+        "Groups dropped since the last step: equal rewards", "groups", is_timing=True
+    ),
     # ---- what the trainer did ----
     "train/loss": Metric("Loss, averaged over the step's updates"),
     "train/grad_norm": Metric("Global gradient norm before clipping"),
@@ -110,6 +123,7 @@ METRICS: Mapping[str, Metric] = {
 FAMILIES: Mapping[str, Metric] = {
     "reward/": Metric("Mean score of one grader, or of a number that it tells, over the samples that it applies to"),
     "evaluation/": Metric("A suite's pass rate or mean reward, by the weights that sample the step's rollout"),
+    "queue/age_": Metric("Share of the sampled tokens of one age in updates", is_timing=True),
     "source/": Metric("Share of the graded samples of one source whose first grader gives at least 1"),
 }
 

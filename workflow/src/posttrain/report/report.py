@@ -187,6 +187,10 @@ def _chart_sections(run: RunData) -> list[dict[str, Any]]:
             "What was sampled, how well it packs, and what the updates did to the policy.",
             [*report_figures.batch_charts(run), *report_figures.optimization_charts(run)],
         ),
+        "Queue": (
+            "Engines generate while the trainer trains: how old the tokens are, and how many groups wait.",
+            report_figures.queue_charts(run),
+        ),
         "Time": ("Where the seconds went.", report_figures.time_charts(run)),
     }
     return [

@@ -62,6 +62,19 @@ def batch_charts(run: RunData) -> list[Chart]:
     )
 
 
+def queue_charts(run: RunData) -> list[Chart]:
+    """How old the trajectories are when they are trained on, and how full the queue is."""
+    bound = f"Age in updates; at most {run.config.rollout.max_staleness} (rollout.max_staleness)."
+    oldest = Line("queue/staleness_max", "oldest token", 7, is_dashed=True)
+    mean = Line("queue/staleness_mean", "mean", 1)
+    ready, running = Line("queue/groups_ready", "ready", 3), Line("queue/groups_running", "being generated", 6)
+    return _present(
+        _chart(run, "Staleness", "updates", [oldest, mean], bound, low=0.0),
+        _family_chart(run, "Tokens by age in updates", "share", "queue/age_"),
+        _chart(run, "Queue", "groups", [ready, running], low=0.0),
+    )
+
+
 def optimization_charts(run: RunData) -> list[Chart]:
     """Loss, gradient norm and clipping of the updates."""
     loss = Line("train/loss", "loss", 1, smooth=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from posttrain.config.schema import Rollout
+from posttrain.config.rollout import Rollout
 from posttrain.errors import Problem
 from posttrain.store.plain_json import read_json
 from posttrain.types import Prompt

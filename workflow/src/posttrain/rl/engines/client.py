@@ -125,10 +125,11 @@ class EngineClient(EngineCommands):
         engines = [self._in_flight.least_busy(self._answering)]
         if self._pairs:
             engines.append(self._in_flight.least_busy(self._prefilling))
+        sent_to = self._version  # "" before the first update: the engines' initial weights have no version
         with self._in_flight.request(engines):
             number = self._prefilling.index(engines[1]) if self._pairs else 0
             (result,) = await self._generate_on(engines[0], [request], number, may_abort=True)
-        if self._version and any(span.version is None for span in result.versions):
+        if sent_to and any(span.version is None for span in result.versions):
             self._in_flight.exclude(engines[0])
             raise EngineError(f"{engines[0]} was started again: it sampled with weights that were not published")
         return result
@@ -137,6 +138,11 @@ class EngineClient(EngineCommands):
     def num_in_flight(self) -> int:
         """Number of requests of `sample` that are being answered."""
         return self._in_flight.count
+
+    @property
+    def can_sample(self) -> bool:
+        """Whether an engine is left that has not failed since the last update or `wait_ready`."""
+        return self._in_flight.has_any(self._answering)
 
     def _require_serving(self) -> None:
         if why := self._closed_because or ", ".join(f"{part} asleep" for part in sorted(self._asleep)):

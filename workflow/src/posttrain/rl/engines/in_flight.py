@@ -48,6 +48,10 @@ class InFlight:
         while not self._none.is_set():
             await self._none.wait()
 
+    def has_any(self, engines: Sequence[Engine]) -> bool:
+        """Return whether one of these engines has not failed."""
+        return not self._failed.issuperset(engines)
+
     def least_busy(self, engines: Sequence[Engine]) -> Engine:
         """Return the engine with the fewest requests among those that have not failed.
 

@@ -6,7 +6,8 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol, TypeVar
 
 from posttrain.report.rank_progress import (
@@ -18,7 +19,9 @@ from posttrain.report.rank_progress import (
 )
 from posttrain.rl.engines.calls import EngineError
 from posttrain.rl.engines.client import EngineClient
+from posttrain.rl.engines.event_loop import EventLoop
 from posttrain.rl.rollout.broadcast import as_plain, from_plain
+from posttrain.rl.rollout.generator import TrajectoryGenerator
 from posttrain.rl.rollout.rollout_store import RolloutStore
 from posttrain.types import RolloutResult
 
@@ -34,6 +37,12 @@ class RolloutSource(Protocol):
 
     def wait_ready(self, step: int | None = None) -> None:
         """Wait until samples can be requested; during a step (from 0), if engines restart."""
+
+    def begin(self, finished: int) -> None:
+        """Note that the engines have the weights after `finished` steps, of which training goes on."""
+
+    def publishing(self, version: int) -> AbstractContextManager[bool]:
+        """Let engines get new weights during the block; gives whether requests run meanwhile."""
 
     def collect(self, step: int, recover: Callable[[str], None]) -> RolloutResult:
         """Return the rollout of a step, the same on every rank.
@@ -54,8 +63,8 @@ class RolloutMaker(Protocol):
         """Return the groups of a step, from 0."""
 
 
-class SynchronousSource:
-    """Trajectories made while the trainer waits: from engines with exactly the current weights, or offline responses.
+class SharedSource:
+    """Rollouts that rank 0 makes and shares with all ranks, from engines or from offline responses.
 
     Args:
         runner: Event loop for everything that talks to engines.
@@ -67,7 +76,7 @@ class SynchronousSource:
 
     def __init__(
         self,
-        runner: asyncio.Runner,
+        runner: EventLoop,
         share: Callable[[Any], Any] | None,
         start_timeout_seconds: float,
         client: EngineClient | None,
@@ -75,6 +84,14 @@ class SynchronousSource:
     ):
         self._runner, self._share, self._start_timeout_seconds = runner, share, start_timeout_seconds
         self._client, self._maker = client, maker
+
+    def begin(self, finished: int) -> None:
+        """See `RolloutSource`."""
+
+    @contextmanager
+    def publishing(self, version: int) -> Iterator[bool]:
+        """See `RolloutSource`. No request runs while the trainer does."""
+        yield False
 
     def wait_ready(self, step: int | None = None) -> None:
         """Wait until engines answer; they load while the trainer does."""
@@ -125,6 +142,49 @@ class SynchronousSource:
         return made[0]
 
 
+class QueueSource(SharedSource):
+    """Rollouts from a queue of groups, which engines may fill while the trainer trains.
+
+    Args:
+        runner: Runs in a thread of its own.
+        share: See `SharedSource`.
+        start_timeout_seconds: See `SharedSource`.
+        client: See `SharedSource`.
+        generator: Fills the queue, on rank 0; None elsewhere.
+        runs_ahead: Requests run while the trainer trains.
+    """
+
+    def __init__(
+        self,
+        runner: EventLoop,
+        share: Callable[[Any], Any] | None,
+        start_timeout_seconds: float,
+        client: EngineClient | None,
+        generator: TrajectoryGenerator | None,
+        runs_ahead: bool,
+    ):
+        super().__init__(runner, share, start_timeout_seconds, client, generator)
+        self._generator, self._runs_ahead, self._has_begun = generator, runs_ahead, False
+
+    def begin(self, finished: int) -> None:
+        """See `RolloutSource`."""
+        self._has_begun = True
+        if self._generator:
+            self._runner.run(self._generator.begin(finished))
+
+    @contextmanager
+    def publishing(self, version: int) -> Iterator[bool]:
+        """See `RolloutSource`. If the block raises, the engines stay paused: their weights are unknown."""
+        if not self._has_begun:
+            yield False
+            return
+        if self._generator and self._runs_ahead:
+            self._runner.run(self._generator.pause())
+        yield self._runs_ahead
+        if self._generator:
+            self._runner.run(self._generator.resume(version))
+
+
 class StoredSource:
     """Replays rollouts from disk without engines; every rank reads all of them.
 
@@ -138,6 +198,14 @@ class StoredSource:
 
     def wait_ready(self, step: int | None = None) -> None:
         """Return at once."""
+
+    def begin(self, finished: int) -> None:
+        """See `RolloutSource`."""
+
+    @contextmanager
+    def publishing(self, version: int) -> Iterator[bool]:
+        """See `RolloutSource`."""
+        yield False
 
     def collect(self, step: int, recover: Callable[[str], None]) -> RolloutResult:
         """See `RolloutSource`.

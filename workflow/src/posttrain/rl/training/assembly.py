@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from posttrain.config.derived import proves_weights, takes_turns, uses_engines
+from posttrain.config.derived import proves_weights, runs_ahead, takes_turns, uses_engines, uses_queue
 from posttrain.config.load import experiment_of
 from posttrain.config.schema import Config
 from posttrain.plan.sizing.storage import storage
@@ -19,6 +19,7 @@ from posttrain.rl.algorithm.policy_gradient import PolicyGradient
 from posttrain.rl.algorithm.sft import SupervisedFineTuning
 from posttrain.rl.data.chat import ChatTokenizer
 from posttrain.rl.engines.client import EngineClient
+from posttrain.rl.engines.event_loop import EventLoop, LoopThread
 from posttrain.rl.evaluation.heldout import read_eval_tasks
 from posttrain.rl.megatron_backend.initialize import joined_ranks
 from posttrain.rl.megatron_backend.model import Policy, build_policy
@@ -28,9 +29,11 @@ from posttrain.rl.megatron_backend.sleep import SleepingTrainer
 from posttrain.rl.megatron_backend.weights import HubWeights
 from posttrain.rl.reward.graders import GraderPool
 from posttrain.rl.rollout.coordinator import RolloutCoordinator
+from posttrain.rl.rollout.generator import TrajectoryGenerator
 from posttrain.rl.rollout.offline_responses import OfflineResponses
+from posttrain.rl.rollout.queue_store import QueueStore
 from posttrain.rl.rollout.rollout_store import RolloutStore
-from posttrain.rl.rollout.source import RolloutMaker, RolloutSource, StoredSource, SynchronousSource
+from posttrain.rl.rollout.source import QueueSource, RolloutMaker, RolloutSource, SharedSource, StoredSource
 from posttrain.rl.training.checkpoint_writer import CheckpointWriter
 from posttrain.rl.training.checkpoints import CheckpointFolder
 from posttrain.rl.training.colocation import Colocation, SleepingEngines, wait_for_all
@@ -80,8 +83,8 @@ def open_run(
     to_load = CheckpointToLoad(checkpoints, finished)
     with ExitStack() as stack:
         stack.enter_context(joined_ranks(config))
-        runner = stack.enter_context(asyncio.Runner())
-        store, is_first = RolloutStore(run_folder / "rollouts"), dist.get_rank() == 0
+        runner = _open_loop(config, stack)
+        store, is_first = QueueStore(run_folder / "rollouts"), dist.get_rank() == 0
         client = _open_client(config, engine_urls, engine_secret, runner, stack) if engine_urls and is_first else None
         policy, trainer, engines = _build(config, client, runner, has_engines=bool(engine_urls))
         maker = sinks = evaluation = None
@@ -107,9 +110,14 @@ def open_run(
         )
 
 
+def _open_loop(config: Config, stack: ExitStack) -> EventLoop:
+    """Return the loop of everything that talks to engines; it goes on by itself if engines run ahead."""
+    return stack.enter_context(LoopThread()) if runs_ahead(config) else stack.enter_context(asyncio.Runner())
+
+
 def _source_of(
     config: Config,
-    runner: asyncio.Runner,
+    runner: EventLoop,
     client: EngineClient | None,
     maker: RolloutMaker | None,
     store: RolloutStore,
@@ -117,8 +125,11 @@ def _source_of(
 ) -> RolloutSource:
     if uses_engines(config) and not has_engines:
         return StoredSource(store, config.rollout.rollout_batch_size)
-    share = share_plain if dist.get_world_size() > 1 else None
-    return SynchronousSource(runner, share, config.engine.start_timeout_seconds, client, maker)
+    share, seconds = share_plain if dist.get_world_size() > 1 else None, config.engine.start_timeout_seconds
+    if uses_queue(config):
+        assert maker is None or isinstance(maker, TrajectoryGenerator)
+        return QueueSource(runner, share, seconds, client, maker, runs_ahead(config))
+    return SharedSource(runner, share, seconds, client, maker)
 
 
 def _publisher_of(
@@ -135,7 +146,7 @@ def _sinks_of(config: Config, run_folder: Path, run_name: str, to_load: Checkpoi
 
 
 def _build(
-    config: Config, client: EngineClient | None, runner: asyncio.Runner, has_engines: bool
+    config: Config, client: EngineClient | None, runner: EventLoop, has_engines: bool
 ) -> tuple[Policy, SleepingTrainer | None, SleepingEngines | None]:
     """Return the policy and its colocation, if any; offload colocated engines before building the policy."""
     if not has_engines or not takes_turns(config):
@@ -178,9 +189,9 @@ def _open_makers(
     eval_folders: Mapping[str, Path],
     read_prompts: Callable[[], list[Prompt]],
     client: EngineClient | None,
-    store: RolloutStore,
+    store: QueueStore,
     run_folder: Path,
-    runner: asyncio.Runner,
+    runner: EventLoop,
     stack: ExitStack,
 ) -> tuple[RolloutMaker | None, StepEvaluation | None]:
     """Return the rollout source (offline responses or engines) and the evaluation between steps.
@@ -193,7 +204,8 @@ def _open_makers(
     if client is None:
         return OfflineResponses(config, read_prompts(), tokenizer), None
     graders = stack.enter_context(GraderPool.of(config))
-    maker = RolloutCoordinator(config, read_prompts(), tokenizer, client, store, graders)
+    make = TrajectoryGenerator if uses_queue(config) else RolloutCoordinator
+    maker = make(config, read_prompts(), tokenizer, client, store, graders)
     if not config.evaluation.interval:
         return maker, None
     eval_tasks = read_eval_tasks(config, eval_folders)
@@ -201,7 +213,7 @@ def _open_makers(
 
 
 def _open_client(
-    config: Config, engine_urls: Sequence[str], secret: str, runner: asyncio.Runner, stack: ExitStack
+    config: Config, engine_urls: Sequence[str], secret: str, runner: EventLoop, stack: ExitStack
 ) -> EngineClient:
     engine, num_prefill = config.engine, config.engine.pd.num_prefill_engines
     ranks = [engine.gpus_per_engine] * engine.num_engines + [engine.pd.gpus_per_prefill_engine] * num_prefill

@@ -79,12 +79,12 @@ class Update:
         """Return the weight version of each response token of a row [T] int64; -1 where unknown, and elsewhere."""
         row = torch.full((len(batch.tokens),), -1)
         row[batch.loss_mask > 0] = torch.cat(
-            [row[:0], *(_versions(self.trajectories[i]) for i in batch.trajectory_indices)]
+            [row[:0], *(versions_of(self.trajectories[i]) for i in batch.trajectory_indices)]
         )
         return row
 
 
-def _versions(trajectory: Trajectory) -> torch.Tensor:
+def versions_of(trajectory: Trajectory) -> torch.Tensor:
     """Return the weight version of each sampled token [number of them] int64; -1 where unknown."""
     spans = trajectory.versions or (VersionSpan(None, trajectory.num_sampled),)
     versions = [-1 if span.version is None else span.version for span in spans]

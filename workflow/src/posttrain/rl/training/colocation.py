@@ -13,7 +13,6 @@ rollout can follow training only through `weight_sync`; `Colocation.enter` refus
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -29,6 +28,7 @@ from posttrain.plan.sizing.phases import (
     Phase,
 )
 from posttrain.rl.engines.client import EngineClient
+from posttrain.rl.engines.event_loop import EventLoop
 from posttrain.rl.megatron_backend.plain_data import gather_plain
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class SleepingEngines:
         start_timeout_seconds: Engines must be ready within this.
     """
 
-    def __init__(self, client: EngineClient | None, runner: asyncio.Runner, start_timeout_seconds: float):
+    def __init__(self, client: EngineClient | None, runner: EventLoop, start_timeout_seconds: float):
         self._client, self._runner = client, runner
         self._start_timeout_seconds = start_timeout_seconds
 

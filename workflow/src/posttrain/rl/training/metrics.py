@@ -8,10 +8,10 @@ import math
 from collections.abc import Sequence
 
 from posttrain.config.reward_sum import has_passed
-from posttrain.rl.algorithm.advantage.grpo import RESOLUTION
 from posttrain.rl.algorithm.mismatch import Mismatch
 from posttrain.rl.algorithm.statistics import MEAN, STATISTICS
 from posttrain.rl.megatron_backend.train_step import NO_SIGNAL, UpdateStatistics
+from posttrain.rl.rollout.group_builder import has_equal_rewards
 from posttrain.rl.training.phases import PhaseClock
 from posttrain.types import RolloutResult, TrajectoryGroup
 
@@ -26,19 +26,21 @@ def step_metrics(
     statistics: Sequence[UpdateStatistics],
     mismatch: tuple[Mismatch | None, Mismatch | None],
     clock: PhaseClock,
+    is_graded: bool,
 ) -> dict[str, float]:
     """Return the metrics of one step's rollout, updates and engine comparison.
 
     Args:
         rollout: The step's groups.
         statistics: One per optimizer update, in order.
-        mismatch: Against the trainer's own weights and (at intervals) the served weights; None without engines.
+        mismatch: Against the trainer's own weights and (at intervals) the served weights; None if not compared.
         clock: Times of the phases.
+        is_graded: The trajectories have rewards.
     """
     timings = clock.metrics()
     num_tokens = sum(one.num_tokens for group in rollout.groups for one in group.trajectories)
     return {
-        **_rollout_metrics(rollout, is_graded=mismatch[0] is not None),
+        **_rollout_metrics(rollout, is_graded),
         **_update_metrics(statistics, is_compared=mismatch[1] is not None),
         **_mismatch_metrics(*mismatch),
         **timings,
@@ -59,7 +61,7 @@ def _rollout_metrics(rollout: RolloutResult, is_graded: bool) -> dict[str, float
     }
     if not is_graded:
         return metrics
-    equal_groups = sum(map(_has_equal_rewards, rollout.groups))
+    equal_groups = sum(map(has_equal_rewards, rollout.groups))
     return {
         **_reward_metrics(rollout.groups),
         "rollout/reward_std_zero_fraction": equal_groups / len(rollout.groups),
@@ -67,12 +69,6 @@ def _rollout_metrics(rollout: RolloutResult, is_graded: bool) -> dict[str, float
         "rollout/ungraded_samples": sum(one.reward is None for one in trajectories),
         **metrics,
     }
-
-
-def _has_equal_rewards(group: TrajectoryGroup) -> bool:
-    """Return whether a group's rewards are all equal, which gives no signal; see `rl.algorithm.advantage.grpo`."""
-    rewards = [trajectory.reward for trajectory in group.trajectories if trajectory.reward is not None]
-    return not rewards or max(rewards) - min(rewards) <= RESOLUTION * max(map(abs, rewards))
 
 
 def _reward_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:

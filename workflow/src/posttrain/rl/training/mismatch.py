@@ -7,11 +7,11 @@ differently.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from posttrain.config.derived import mismatch_limits
+from posttrain.config.derived import mismatch_limits, runs_ahead
 from posttrain.config.schema import Config
 from posttrain.report.rank_progress import write_exit_reason
 from posttrain.rl.algorithm.mismatch import Mismatch, compare_logprobs
@@ -21,7 +21,8 @@ from posttrain.rl.megatron_backend.quantized_weights import QuantizedWeights
 from posttrain.rl.megatron_backend.ranks import gather_over_data_parallel
 from posttrain.rl.megatron_backend.served_values import ServedValues
 from posttrain.rl.megatron_backend.train_step import compute_logprobs
-from posttrain.rl.training.batch import Update
+from posttrain.rl.training.batch import Update, versions_of
+from posttrain.types import Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -59,10 +60,12 @@ class EngineComparison:
             return None
         with self._lender.lent():
             logprobs = [compute_logprobs(self._policy, update.batches) for update in updates]
-        return _compare(updates, logprobs)
+        return _compare(updates, logprobs, self._compared(step))
 
-    def on_own_weights(self, step: int, updates: Sequence[Update], served: Mismatch | None) -> Mismatch:
+    def on_own_weights(self, step: int, updates: Sequence[Update], served: Mismatch | None) -> Mismatch | None:
         """Compare using the trainer's own weights, then warn or stop if the mismatch is too large.
+
+        With `rollout.max_staleness` only tokens count that these weights sampled; None if there are none.
 
         Args:
             step: From 0.
@@ -72,13 +75,34 @@ class EngineComparison:
         Raises:
             MismatchError: The mismatch is too large; raised on every rank.
         """
-        own = _compare(updates, [update.old_logprobs for update in updates])
-        heed_mismatch(self._config, step, own, served)
+        own = _compare(updates, [update.old_logprobs for update in updates], self._compared(step))
+        if own:
+            heed_mismatch(self._config, step, own, served)
         return own
 
+    def _compared(self, step: int) -> Callable[[Trajectory], torch.Tensor | None]:
+        """Return which sampled tokens of a trajectory are compared: a mask, or None for all.
 
-def _compare(updates: Sequence[Update], logprobs: Sequence[Sequence[torch.Tensor]]) -> Mismatch:
-    """Compare trainer and engine log-probabilities over the sampled tokens of all ranks.
+        A token of older weights differs by the updates since. With rollout.on_new_weights=keep the KV cache of a
+        trajectory of several versions is of older weights, too.
+        """
+        if not runs_ahead(self._config):
+            return lambda trajectory: None
+        keeps_cache = self._config.rollout.on_new_weights == "keep"
+
+        def is_fresh(trajectory: Trajectory) -> torch.Tensor:
+            fresh = versions_of(trajectory).clamp(min=0) == step
+            return fresh & fresh.all() if keeps_cache else fresh
+
+        return is_fresh
+
+
+def _compare(
+    updates: Sequence[Update],
+    logprobs: Sequence[Sequence[torch.Tensor]],
+    compared: Callable[[Trajectory], torch.Tensor | None],
+) -> Mismatch | None:
+    """Compare trainer and engine log-probabilities over the sampled tokens of all ranks; None if none is compared.
 
     Raises:
         ValueError: They are not finite; raised on every rank.
@@ -87,8 +111,10 @@ def _compare(updates: Sequence[Update], logprobs: Sequence[Sequence[torch.Tensor
     for update, rows in zip(updates, logprobs, strict=True):
         for batch, row in zip(update.batches, rows, strict=False):  # only the last pipeline stage has them
             for index, values in batch.response_values(row.cpu()).items():
-                own.append(values)
-                engine.append(torch.tensor(update.trajectories[index].logprobs))
+                mask = compared(update.trajectories[index])
+                chosen = slice(None) if mask is None else mask
+                own.append(values[chosen])
+                engine.append(torch.tensor(update.trajectories[index].logprobs)[chosen])
     # Compare across data-parallel ranks, then share the result with all ranks.
     of_all = [torch.cat(gather_over_data_parallel(torch.cat(values))) for values in (own, engine)]
     found, wrong = None, ""
@@ -102,7 +128,7 @@ def _compare(updates: Sequence[Update], logprobs: Sequence[Sequence[torch.Tensor
             raise ValueError(told)
         if numbers:
             return Mismatch(**numbers)
-    raise ValueError("no rank has log-probabilities")
+    return None
 
 
 def share_of_limit(config: Config, own: Mismatch, served: Mismatch | None) -> float:

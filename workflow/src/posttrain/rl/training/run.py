@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from posttrain.checkpoint.reference_logprobs import ReferenceLogprobs
+from posttrain.config.derived import runs_ahead
 from posttrain.config.schema import Config
 from posttrain.config.suites import evaluation_is_due
 from posttrain.report.sinks import MetricSinks
@@ -37,6 +38,7 @@ from posttrain.rl.training.phases import PhaseClock
 from posttrain.rl.training.reference_logprobs import record_reference_logprobs
 from posttrain.rl.training.saved_state import SavedState
 from posttrain.rl.training.slow_ranks import SlowRanks, probe_seconds
+from posttrain.rl.training.staleness import staleness_metrics
 from posttrain.rl.training.step_evaluation import StepEvaluation
 from posttrain.rl.training.utilisation import model_flops_utilisation, traced
 from posttrain.rl.weight_sync.publish import WeightPublisher
@@ -95,13 +97,25 @@ class TrainingRun:
             self.state.remove_leftovers()
         if self.evaluation:
             self.evaluation.forget_from(finished)
+        self.source.begin(finished)
         checkpoint.barrier()
         return finished
 
-    def publish(self, finished: int) -> None:
-        """Update the engines, if any, to the weights after `finished` steps; collective."""
+    def publish(self, finished: int, has_new_engine: bool = False) -> None:
+        """Update the engines, if any, to the weights after `finished` steps; collective.
+
+        Args:
+            finished: Number of finished steps.
+            has_new_engine: An engine has been replaced, so it does not hold the weights published last.
+
+        Raises:
+            RuntimeError: An engine that runs requests holds other weights than those published last.
+        """
         if self.publisher:
-            self.publisher.publish(finished)
+            with self.source.publishing(finished) as requests_run:
+                if requests_run and not has_new_engine:
+                    self.publisher.reverify()
+                self.publisher.publish(finished)
         if self.turns:
             self.turns.have_published()
 
@@ -110,13 +124,13 @@ class TrainingRun:
         return PhaseClock(step, self.turns.enter if self.turns else None)
 
     def collect(self, step: int) -> RolloutResult:
-        """Return the rollout of a step (from 0), sampled by engines whose weights did not change meanwhile; collective.
+        """Return the rollout of a step (from 0), sampled by engines that held the weights they were sent; collective.
 
         Raises:
             RuntimeError: An engine held other weights, or a failed engine did not come back; the rollout is not used.
         """
         rollout = self.source.collect(step, lambda failure: self._recover(step, failure))
-        if self.publisher:
+        if self.publisher and not runs_ahead(self.config):  # else they are verified before they get new weights
             self.publisher.reverify()
         return rollout
 
@@ -132,7 +146,7 @@ class TrainingRun:
             self.turns.enter("weight_sync")
         if self.publisher:
             self.publisher.reconnect()
-        self.publish(step)
+        self.publish(step, has_new_engine=True)
         if self.turns:
             self.turns.enter("rollout")
 
@@ -202,7 +216,7 @@ class TrainingRun:
         Raises:
             MismatchError: The mismatch is too large, and the configuration says stop.
         """
-        found: list[Mismatch] = []
+        found: list[Mismatch | None] = []
 
         def observe(logprobs: Sequence[torch.Tensor]) -> None:
             before = [updates[0].with_old_logprobs(logprobs), *updates[1:]]
@@ -252,7 +266,7 @@ class TrainingRun:
         if self.sinks is None:
             return {}
         lengths = [one.num_tokens for update in updates for one in update.trajectories]
-        metrics = step_metrics(rollout, statistics, mismatch, clock)
+        metrics = step_metrics(rollout, statistics, mismatch, clock, is_graded=self.objective.needs.rollout)
         metrics |= experts | {
             **evaluated,
             **{f"perf/{name}_peak_gib": max(peaks[name] for peaks in memory) for name in clock.peak_gib},
@@ -264,6 +278,8 @@ class TrainingRun:
         }
         own, served = mismatch
         metrics |= {"mismatch/share_of_limit": share_of_limit(self.config, own, served)} if own else {}
+        metrics |= rollout.queue
+        metrics |= staleness_metrics(step, rollout.groups) if runs_ahead(self.config) else {}
         self.sinks.log(step + 1, metrics)
         return metrics
 

@@ -15,6 +15,7 @@ from typing import Any
 from posttrain.report.rank_progress import EVALUATION, keep_reporting
 from posttrain.rl.data.chat import ChatTokenizer
 from posttrain.rl.engines.client import EngineClient
+from posttrain.rl.engines.event_loop import EventLoop
 from posttrain.rl.evaluation.heldout import EvalTask, grade_responses, requests_of, sample_responses, summarize
 from posttrain.rl.reward.graders import GraderPool
 from posttrain.rl.rollout.coordinator import check_versions
@@ -47,7 +48,7 @@ class StepEvaluation:
         client: EngineClient,
         graders: GraderPool,
         folder: Path,
-        runner: asyncio.Runner,
+        runner: EventLoop,
     ):
         self._exams, self._tokenizer, self._client, self._graders = eval_tasks, tokenizer, client, graders
         self._folder, self._runner = folder, runner

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 
 from posttrain.rl.engines.buckets import weight_of
 from posttrain.rl.engines.client import EngineClient
+from posttrain.rl.engines.event_loop import EventLoop
 from posttrain.rl.megatron_backend.plain_data import share_plain
 from posttrain.rl.megatron_backend.served_values import ServedValues
 from posttrain_weights.box import Box
@@ -57,7 +57,7 @@ class EngineShards:
 
     values: ServedValues
     client: EngineClient | None
-    runner: asyncio.Runner
+    runner: EventLoop
 
     @cached_property
     def held(self) -> EngineLayout:

@@ -1,0 +1,54 @@
+"""Rules of rollouts that a queue hands to the trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.support.rejections import rejected
+
+from posttrain.config.derived import runs_ahead, uses_queue
+from posttrain.config.load import merge
+
+CONFIG_DIR = Path(__file__).resolve().parents[3] / "config"
+AHEAD = "rollout.max_staleness=1 algorithm.preset=tis"
+OFFLINE = "rollout.num_samples_per_prompt=1 training.objective=sft rollout.temperature=1.0"
+
+# model, settings, code, key, and what the rejection has to say
+VIOLATIONS = (
+    (
+        "glm5",
+        f"{AHEAD} algorithm.routing_replay=false",
+        "engines-share-gpus",
+        "rollout.max_staleness",
+        "engine.own_nodes",
+    ),
+    ("tiny", "rollout.max_staleness=1", "staleness-uncorrected", "algorithm.correction", "icepop"),
+    ("tiny", f"{AHEAD} training.num_steps=1", "staleness-exceeds-run", "rollout.max_staleness", "at most 0"),
+    ("tiny", f"{AHEAD} algorithm.routing_replay=true", "queue-without-routes", "algorithm.routing_replay", "false"),
+    ("glm5", f"{AHEAD} engine.mtp_steps=3", "queue-without-drafts", "engine.mtp_steps", "0"),
+    ("tiny", f"{OFFLINE} rollout.max_staleness=1", "not-for-supervised", "rollout.max_staleness", "samples nothing"),
+    ("tiny", f"{OFFLINE} rollout.dynamic_sampling=true", "not-for-supervised", "rollout.dynamic_sampling", "false"),
+)
+
+
+@pytest.mark.parametrize(("model", "settings", "code", "key", "datum"), VIOLATIONS)
+def test_what_has_no_meaning_is_rejected(model: str, settings: str, code: str, key: str, datum: str) -> None:
+    """Each names the key, what is allowed and the nearest setting that works."""
+    with rejected(code, datum, key=key):
+        merge({"model": model, "site": "local", "set": settings}, CONFIG_DIR)
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_queue", "is_ahead"),
+    [
+        ("", False, False),
+        ("rollout.dynamic_sampling=true", True, False),
+        (AHEAD, True, True),
+        ("rollout.max_staleness=4 algorithm.old_logprobs=engine", True, True),
+    ],
+)
+def test_what_uses_the_queue(settings: str, is_queue: bool, is_ahead: bool) -> None:
+    """Without either key the synchronous step stays as it is."""
+    config = merge({"model": "tiny", "site": "local", "set": settings}, CONFIG_DIR).config
+    assert (uses_queue(config), runs_ahead(config)) == (is_queue, is_ahead)

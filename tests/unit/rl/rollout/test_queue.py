@@ -1,0 +1,149 @@
+"""The queue: no group is ever too old, trained on twice, lost or generated in vain."""
+
+from __future__ import annotations
+
+import heapq
+import random
+import time
+
+import pytest
+
+from posttrain.rl.rollout.queue import TrajectoryQueue
+
+B, STEPS = 4, 12
+
+
+def run(
+    max_staleness: int, seed: int = 0, drop: float = 0.0, max_dropped: int = 0, update: float = 1.0
+) -> tuple[list[list[int]], list[list[int]], TrajectoryQueue, float]:
+    """Drive a queue on a virtual clock: groups take log-normal times, every update takes `update`.
+
+    Returns:
+        Positions and staleness of each step's groups, the queue, and the time at the end.
+    """
+    draw = random.Random(seed)
+    queue = TrajectoryQueue(B, max_staleness, STEPS, max_dropped=max_dropped)
+    running: list[tuple[float, int]] = []
+    started: dict[int, int] = {}
+    taken: list[list[int]] = []
+    staleness: list[list[int]] = []
+    now, trains_until = 0.0, 0.0
+
+    def fill() -> None:
+        while (position := queue.start()) is not None:
+            assert position not in started
+            started[position] = queue.version
+            heapq.heappush(running, (now + draw.lognormvariate(0, 1), position))
+
+    fill()
+    while len(taken) < STEPS:
+        step = len(taken)
+        if now >= trains_until and (chosen := queue.choose(step)) is not None:
+            queue.take(step, chosen)
+            taken.append(chosen)
+            staleness.append([step - started[position] for position in chosen])
+            trains_until = now + update
+            fill()
+            continue
+        ends = running[0][0] if running else float("inf")
+        if trains_until > now and trains_until <= ends:
+            now = trains_until
+            queue.version = len(taken)
+        else:
+            now, position = heapq.heappop(running)
+            if draw.random() < drop and queue.may_drop:
+                queue.drop(position, "equal_rewards")
+            else:
+                queue.add_ready(position, started[position])
+        fill()
+    assert not running, "groups were generated that no step trains on"
+    return taken, staleness, queue, now
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2, 4, 11])
+@pytest.mark.parametrize("seed", range(20))
+def test_every_group_is_trained_on_once_and_none_is_too_old(max_staleness: int, seed: int) -> None:
+    """Whatever the times of the groups are, each step gets B groups, and the bound holds for each of them."""
+    taken, staleness, queue, _ = run(max_staleness, seed)
+    positions = [position for step in taken for position in step]
+    assert sorted(positions) == list(range(B * STEPS))
+    assert all(len(step) == B and step == sorted(step) for step in taken)
+    assert all(0 <= age <= max_staleness for step in staleness for age in step)
+    assert queue.done == (B * STEPS, [])
+
+
+def test_without_staleness_a_step_trains_on_its_own_prompts() -> None:
+    """k = 0 is the synchronous step: the groups of a step start after the update before, in the order of prompts."""
+    taken, staleness, *_ = run(0)
+    assert taken == [list(range(step * B, (step + 1) * B)) for step in range(STEPS)]
+    assert {age for step in staleness for age in step} == {0}
+
+
+def test_the_bound_is_reached() -> None:
+    """Engines run ahead as far as they may: with slow updates every later group is k updates old."""
+    *_, staleness, _, _ = run(2, update=100.0)
+    assert all(age == 2 for step in staleness[3:] for age in step)
+
+
+def test_staleness_saves_time() -> None:
+    """With updates as long as a rollout's tail, one step off takes less time than the synchronous steps."""
+    times = [run(k, seed=3, update=3.0)[-1] for k in (0, 1, 4)]
+    assert times[0] > 1.3 * times[1] > times[2]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_dropped_groups_are_replaced(seed: int) -> None:
+    """Each step still gets B groups; a step drops no more than its limit."""
+    taken, staleness, queue, _ = run(1, seed, drop=0.5, max_dropped=B)
+    positions = [position for step in taken for position in step]
+    assert len({*positions}) == B * STEPS
+    first_open, others = queue.done
+    assert first_open + len(others) <= 2 * B * STEPS
+    assert all(age <= 1 for step in staleness for age in step)
+
+
+def test_groups_of_an_older_attempt_are_taken_again_in_their_steps() -> None:
+    """A run that resumes at an older checkpoint replays the steps that had taken their groups."""
+    queue = TrajectoryQueue(B, 1, STEPS, finished=3, done=(B * 3 - 1, [B * 3 + 1]))
+    queue.reserve(3, [B * 3 - 1, 12, 14, 15])
+    queue.add_ready(17, oldest_version=3)
+    assert [queue.is_open(position) for position in (13, 14, 16)] == [False, False, True]
+    # Version 3 may start groups up to (3 + 1 + 1) B; 3 B are trained on, four are reserved and one is ready.
+    started = []
+    while (position := queue.start()) is not None:
+        started.append(position)
+    assert started == [16, 18, 19]
+    assert queue.is_reserved(3)
+    assert queue.choose(3) == [B * 3 - 1, 12, 14, 15]
+    queue.take(3, [B * 3 - 1, 12, 14, 15])
+    queue.version = 4
+    assert queue.start() == 20
+    assert queue.choose(4) is None  # waits for the three of version 3
+    for position in (16, 18, 19):
+        queue.add_ready(position, 3)
+    assert queue.choose(4) == [16, 17, 18, 19]
+
+
+def test_a_group_that_is_too_old_stops_the_run() -> None:
+    """The bound is asserted for each group that waits, also for one that was read from disk."""
+    queue = TrajectoryQueue(B, 1, STEPS, finished=3, done=(12, []))
+    queue.add_ready(12, oldest_version=1)
+    with pytest.raises(RuntimeError, match="more than 1 updates old"):
+        queue.choose(3)
+
+
+def test_ten_thousand_groups_take_little_time() -> None:
+    """Starting, queueing and taking a group costs microseconds, however many wait."""
+    count = 10_000
+    queue = TrajectoryQueue(count // 5, 4, 5)
+    began = time.process_time()
+    while (position := queue.start()) is not None:
+        pass
+    for position in range(count):
+        queue.add_ready(position, 0)
+    for step in range(5):
+        queue.version = step
+        chosen = queue.choose(step)
+        assert chosen is not None
+        queue.take(step, chosen)
+    assert (time.process_time() - began) / count < 1e-3

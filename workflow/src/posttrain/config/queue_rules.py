@@ -1,0 +1,70 @@
+"""Rules of rollouts that a queue hands to the trainer: staleness, and groups sampled in place of others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from posttrain.config.derived import runs_ahead, takes_turns, uses_engines, uses_queue
+from posttrain.config.schema import Config
+from posttrain.errors import Problem
+
+Problems = Iterator[Problem]
+STALENESS = "rollout.max_staleness"
+
+
+def _without_engines(config: Config) -> Problems:
+    if uses_engines(config):
+        return
+    rollout = config.rollout
+    for name, value, wanted in (
+        (STALENESS, rollout.max_staleness, 0),
+        ("rollout.dynamic_sampling", rollout.dynamic_sampling, False),
+    ):
+        if value != wanted:
+            allowed = f"{str(wanted).lower()} with training.objective=sft, which samples nothing"
+            yield Problem("not-for-supervised", name, str(value).lower(), allowed, "leave it out")
+
+
+def _colocated(config: Config) -> Problems:
+    if runs_ahead(config) and takes_turns(config):
+        allowed = "0 where trainer and engines take turns on the same GPUs"
+        remedy = "give engines nodes of their own (engine.own_nodes), or GPUs of their own with engine.sleep=never"
+        yield Problem("engines-share-gpus", STALENESS, str(config.rollout.max_staleness), allowed, remedy)
+
+
+def _steps(config: Config) -> Problems:
+    staleness, steps = config.rollout.max_staleness, config.training.num_steps
+    if runs_ahead(config) and staleness >= steps:
+        allowed = f"below training.num_steps={steps}: the whole run would be sampled by its first weights"
+        yield Problem("staleness-exceeds-run", STALENESS, str(staleness), allowed, f"set at most {steps - 1}")
+
+
+def _objective(config: Config) -> Problems:
+    algorithm = config.algorithm
+    if runs_ahead(config) and algorithm.old_logprobs == "trainer" and algorithm.correction == "none":
+        allowed = "mask or truncate with rollout.max_staleness above 0: nothing else weighs tokens of older weights"
+        remedy = "set algorithm.preset=tis, icepop or mis, or algorithm.old_logprobs=engine"
+        yield Problem("staleness-uncorrected", "algorithm.correction", "none", allowed, remedy)
+
+
+def _routes(config: Config) -> Problems:
+    if uses_queue(config) and config.algorithm.routing_replay:
+        allowed = "false with rollout.max_staleness above 0 or rollout.dynamic_sampling"
+        remedy = "leave it off: an engine that gets new weights on the way routes a response's tokens anew"
+        yield Problem("queue-without-routes", "algorithm.routing_replay", "true", allowed, remedy)
+
+
+def _draft(config: Config) -> Problems:
+    if runs_ahead(config) and config.engine.mtp_steps:
+        allowed = "0 with rollout.max_staleness above 0: drafts lie in flight when weights change"
+        yield Problem("queue-without-drafts", "engine.mtp_steps", str(config.engine.mtp_steps), allowed, "leave it off")
+
+
+QUEUE_RULES: tuple[Callable[[Config], Problems], ...] = (
+    _without_engines,
+    _colocated,
+    _steps,
+    _objective,
+    _routes,
+    _draft,
+)

@@ -1,0 +1,256 @@
+"""Keeps engines busy with groups while the trainer trains, and hands finished ones over. Runs on the trainer's rank 0.
+
+Every trajectory is a request of its own, so a group is graded, stored and queued as soon as its last response ends.
+`queue.TrajectoryQueue` decides which groups start and which ones a step trains on. A request that ends early, because
+its engine got new weights or died, is asked again for the rest, with the tokens that it has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from posttrain.config.derived import runs_ahead
+from posttrain.config.schema import Config
+from posttrain.rl.data.chat import ChatTokenizer
+from posttrain.rl.data.mixture import PromptMix
+from posttrain.rl.engines.calls import EngineError
+from posttrain.rl.engines.client import EngineClient, GenerateRequest, GenerateResult
+from posttrain.rl.engines.sampling_seed import sampling_seed
+from posttrain.rl.reward.graders import GraderPool
+from posttrain.rl.reward.scoring import check_failures
+from posttrain.rl.rollout.group_builder import GroupBuilder, has_equal_rewards, has_failures, without_columns
+from posttrain.rl.rollout.queue import TrajectoryQueue
+from posttrain.rl.rollout.queue_store import QueueStore
+from posttrain.types import Prompt, RolloutResult, TrajectoryGroup, VersionSpan
+
+log = logging.getLogger(__name__)
+# SGLang's reason of a response that ended before its time.
+ABORTED = "abort"
+EQUAL_REWARDS = "equal_rewards"
+
+
+@dataclass
+class PartialResponse:
+    """What engines have sampled of a response so far.
+
+    Args:
+        output_ids: The tokens.
+        logprobs: The log-probability of each.
+        versions: The weight versions that sampled them.
+        finish_reason: Of the last request; `ABORTED` until the response is complete.
+    """
+
+    output_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    versions: tuple[VersionSpan, ...] = ()
+    finish_reason: str = ABORTED
+
+    def add(self, result: GenerateResult) -> None:
+        """Append the tokens of one more request."""
+        self.output_ids += tuple(result.output_ids)
+        self.logprobs += tuple(result.logprobs)
+        self.versions += tuple(result.versions)
+        self.finish_reason = result.finish_reason
+
+    def rest_of(self, request: GenerateRequest, seed: int) -> GenerateRequest:
+        """Return the request for what is missing."""
+        return dataclasses.replace(
+            request,
+            input_ids=(*request.input_ids, *self.output_ids),
+            max_new_tokens=request.max_new_tokens - len(self.output_ids),
+            sampling_seed=seed,
+        )
+
+    def as_result(self) -> GenerateResult:
+        """Return the complete response."""
+        last = self.versions[-1].version
+        return GenerateResult(self.output_ids, self.logprobs, self.finish_reason, last, versions=self.versions)
+
+
+class _Background:
+    """The tasks of groups that are generated, and what they met that the trainer has to hear of."""
+
+    def __init__(self) -> None:
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.changed, self.has_engines = asyncio.Event(), asyncio.Event()
+        self.engine_failure = ""
+        self.error: BaseException | None = None
+
+    def raise_any(self) -> None:
+        """Raise an error, or an engine's failure, once."""
+        if self.error:
+            raise self.error
+        failure, self.engine_failure = self.engine_failure, ""
+        if failure:
+            raise EngineError(failure)
+
+
+class TrajectoryGenerator:
+    """Makes the rollouts of all steps, ahead of the trainer where `rollout.max_staleness` allows it.
+
+    All methods run in one event loop.
+
+    Args:
+        config: The resolved configuration.
+        prompts: The training prompts; their order is a function of the seed.
+        tokenizer: Renders prompts and decodes responses.
+        client: Client of the engines.
+        store: Groups on disk.
+        graders: Grade responses.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        prompts: Sequence[Prompt],
+        tokenizer: ChatTokenizer,
+        client: EngineClient,
+        store: QueueStore,
+        graders: GraderPool,
+    ):
+        self._config, self._client, self._store = config, client, store
+        self._builder = GroupBuilder(config, tokenizer, graders)
+        self._mix = PromptMix(prompts, config.data)
+        self._queue = TrajectoryQueue.of(config)
+        self._ready: dict[int, TrajectoryGroup] = {}
+        self._background = _Background()
+
+    async def begin(self, finished: int) -> None:
+        """Go on after `finished` steps: take over what earlier attempts stored, and start groups."""
+        self._queue = TrajectoryQueue.of(self._config, finished, self._store.read_done(finished))
+        for step, positions in self._store.taken_from(finished).items():
+            self._queue.reserve(step, positions)
+        for group in self._store.read_groups():
+            if self._queue.is_open(group.position) and self._is_wanted(group):
+                self._queue.add_ready(group.position, group.oldest_version or 0)
+                self._ready[group.position] = group
+            else:
+                self._store.forget_group(group.position)
+        self._background.has_engines.set()
+        if runs_ahead(self._config):
+            self._start_groups()
+
+    async def collect(self, step: int) -> RolloutResult:
+        """Return the groups that a step trains on, once the queue has them; they are on disk then.
+
+        Args:
+            step: From 0.
+
+        Raises:
+            EngineError: An engine failed. Its requests went to the others, or wait until `resume`.
+            RuntimeError: Graders failed too often, or a token is from weights that the engines did not have.
+        """
+        self._start_groups()
+        while (positions := self._queue.choose(step)) is None:
+            self._background.raise_any()
+            self._background.changed.clear()
+            await self._background.changed.wait()
+        self._background.raise_any()
+        if self._queue.is_reserved(step):
+            self._queue.take(step, positions)
+            groups = self._store.read_step(step, len(positions))
+            return RolloutResult(groups, num_replayed=len(groups))
+        groups = [self._ready[position] for position in positions]
+        failures = [trajectory.failure for group in groups for trajectory in group.trajectories]
+        check_failures(failures, self._config.reward.max_failure_share)
+        state = self._queue.state
+        self._queue.take(step, positions)
+        await asyncio.to_thread(self._store.take, step, groups, self._queue.done)
+        for position in positions:
+            del self._ready[position]
+        if runs_ahead(self._config):
+            self._start_groups()
+        return RolloutResult(groups, num_replayed=0, queue=state)
+
+    async def pause(self) -> None:
+        """Stop running requests where engines can get new weights, as `rollout.on_new_weights` says."""
+        await self._client.pause(self._config.rollout.on_new_weights)
+
+    async def resume(self, version: int) -> None:
+        """Go on with new weights, which all engines have."""
+        self._queue.version = version
+        self._background.has_engines.set()
+        if runs_ahead(self._config):
+            await self._client.resume()
+            self._start_groups()
+
+    def _start_groups(self) -> None:
+        """Start as many groups as the queue allows and engines can run at once."""
+        size, engine = self._config.rollout.num_samples_per_prompt, self._config.engine
+        most = max(1, engine.num_engines * engine.max_running_requests // size)
+        while self._queue.num_running < most and (position := self._queue.start()) is not None:
+            task = asyncio.create_task(self._generate(position))
+            self._background.tasks.add(task)
+            task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._background.tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            self._background.error = error
+        else:
+            self._start_groups()
+        self._background.changed.set()
+
+    async def _generate(self, position: int) -> None:
+        """Generate, grade and store the group at a position, and put it into the queue."""
+        (prompt,) = self._mix.take(position, 1)
+        requests = self._builder.requests(prompt, _tag(position), prompt.prompt_id)
+        results = await asyncio.gather(
+            *(self._respond(position, prompt, index, request) for index, request in enumerate(requests))
+        )
+        (group,) = await self._builder.grade([prompt], requests, results)
+        group = dataclasses.replace(group, position=position)
+        if self._config.rollout.dynamic_sampling and has_equal_rewards(group) and self._queue.may_drop:
+            self._queue.drop(position, EQUAL_REWARDS)
+            return
+        # Stored groups are not graded again, so the limit on grader failures decides about this one later.
+        if not has_failures([group]):
+            await asyncio.to_thread(self._store.write_group, group)
+        self._ready[position] = group
+        self._queue.add_ready(position, self._checked(group))
+
+    async def _respond(self, position: int, prompt: Prompt, index: int, request: GenerateRequest) -> GenerateResult:
+        """Return a complete response, of as many requests as it takes."""
+        response = PartialResponse()
+        for attempt in itertools.count():
+            seed = sampling_seed(self._config.training.seed, _tag(position), prompt.prompt_id, index, attempt)
+            try:
+                response.add(await self._client.sample(response.rest_of(request, seed)))
+            except EngineError as error:
+                await self._wait_for_engines(error)
+            if response.finish_reason != ABORTED:
+                return response.as_result()
+        raise AssertionError("unreachable")
+
+    async def _wait_for_engines(self, error: EngineError) -> None:
+        """Tell the trainer that an engine failed; return once a request may be sent again, to another one or later."""
+        log.warning("an engine has failed; its requests are sent again: %s", error)
+        self._background.engine_failure = str(error)
+        self._background.changed.set()
+        if not self._client.can_sample:
+            self._background.has_engines.clear()
+        await self._background.has_engines.wait()
+
+    def _checked(self, group: TrajectoryGroup) -> int:
+        """Return a group's oldest version; reject a version that no engine of this run has had."""
+        spans = [span.version for trajectory in group.trajectories for span in trajectory.versions]
+        wrong = {str(version) for version in spans if not 0 <= (version or 0) <= self._queue.version}
+        if wrong:
+            raise RuntimeError(f"engines served weight versions {sorted(wrong)}; the newest is {self._queue.version}")
+        return min(version or 0 for version in spans)
+
+    def _is_wanted(self, group: TrajectoryGroup) -> bool:
+        """Return whether a stored group has the prompt of its position; it does not after a change of the data."""
+        (prompt,) = self._mix.take(group.position, 1)
+        size = self._config.rollout.num_samples_per_prompt
+        return (group.prompt, len(group.trajectories)) == (without_columns(prompt), size)
+
+
+def _tag(position: int) -> str:
+    """Return what seeds have in place of a step: a position of the queue is unique in the run."""
+    return f"position {position}"

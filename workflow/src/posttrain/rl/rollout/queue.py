@@ -1,0 +1,178 @@
+"""The queue of trajectory groups between engines and trainer: which groups may start, and which a step trains on.
+
+Bookkeeping only, without engines, files or clocks: `generator.TrajectoryGenerator` drives it, and so does a simulation
+with a virtual clock. A group is known by its position in the run's order of prompts: 0, 1, 2, ...
+
+Two rules bound a group's staleness: the number of updates between the oldest weights that sampled it and the weights
+that train on it. B is the number of groups of a step, k the bound.
+
+- A group starts while fewer than (v + k + 1) B groups have started, where v is the engines' weight version. Groups
+  that were dropped do not count.
+- Step v + k is the last that may train on a group of version v. A step takes as many groups of each age as later steps
+  could not take in time, and waits for those; the rest of its batch are the groups that were ready first.
+
+So no group is ever too old, and none is generated in vain. The first rule is AReaL's (arXiv:2505.24298, equation 3);
+the second makes the bound strict for every group. With k = 0 they give the synchronous step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from posttrain.config.schema import Config
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A group between its start and its training.
+
+    Args:
+        oldest_version: The oldest weight version that has sampled a token of it, or may do so.
+        ready_as: Its place in the order in which groups became ready; None while it is generated.
+    """
+
+    oldest_version: int
+    ready_as: int | None = None
+
+
+class TrajectoryQueue:
+    """The state of the queue.
+
+    Args:
+        batch_size: B, groups of a step.
+        max_staleness: k, in updates.
+        num_steps: Steps of the run; no group starts that none would train on.
+        finished: Finished steps; the weight version that the engines have.
+        done: Positions that finished steps trained on or dropped: all below the first number, and those of the list.
+        max_dropped: Most groups dropped for one step.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        max_staleness: int,
+        num_steps: int,
+        finished: int = 0,
+        done: tuple[int, Collection[int]] = (0, ()),
+        max_dropped: int = 0,
+    ):
+        self._batch_size, self._max_staleness, self._num_steps = batch_size, max_staleness, num_steps
+        self._max_dropped = max_dropped
+        self.version = finished
+        self._first_open, self._done = done[0], set(done[1])
+        self._next = self._first_open
+        self._num_trained = finished * batch_size
+        self._waiting: dict[int, Waiting] = {}
+        self._reserved: dict[int, list[int]] = {}
+        self._num_running = self._num_ready_ever = 0
+        self._dropped: Counter[str] = Counter()
+
+    @staticmethod
+    def of(config: Config, finished: int = 0, done: tuple[int, Collection[int]] = (0, ())) -> TrajectoryQueue:
+        """Return the queue of a run after `finished` steps."""
+        rollout = config.rollout
+        size, most = rollout.rollout_batch_size, rollout.max_oversampling if rollout.dynamic_sampling else 1.0
+        return TrajectoryQueue(
+            size, rollout.max_staleness, config.training.num_steps, finished, done, int((most - 1) * size)
+        )
+
+    @property
+    def num_running(self) -> int:
+        """Groups that engines generate."""
+        return self._num_running
+
+    @property
+    def may_drop(self) -> bool:
+        """Whether one more group may be dropped for the next step."""
+        return self._dropped.total() < self._max_dropped
+
+    @property
+    def state(self) -> dict[str, float]:
+        """Metrics of the queue, just before a step takes its groups."""
+        return {
+            "queue/groups_ready": len(self._waiting) - self._num_running,
+            "queue/groups_running": self._num_running,
+            **{f"queue/dropped_{reason}": count for reason, count in self._dropped.items()},
+        }
+
+    @property
+    def done(self) -> tuple[int, list[int]]:
+        """The positions trained on or dropped: all below the first number, and those of the list."""
+        while self._first_open in self._done:
+            self._done.remove(self._first_open)
+            self._first_open += 1
+        return self._first_open, sorted(self._done)
+
+    def is_open(self, position: int) -> bool:
+        """Return whether no step has trained on a position or dropped it, or will do so by `reserve`."""
+        is_taken = position < self._first_open or position in self._done
+        return not is_taken and not any(position in positions for positions in self._reserved.values())
+
+    def reserve(self, step: int, positions: Sequence[int]) -> None:
+        """Note that a step has to train on these positions, because it did so before the run resumed."""
+        self._reserved[step] = [*positions]
+
+    def is_reserved(self, step: int) -> bool:
+        """Return whether a step trains on what it trained on before the run resumed."""
+        return step in self._reserved
+
+    def start(self) -> int | None:
+        """Start the next group with the engines' weights; returns its position, None if no group may start now."""
+        num_reserved = sum(map(len, self._reserved.values()))
+        steps = min(self.version + self._max_staleness + 1, self._num_steps)
+        if self._num_trained + num_reserved + len(self._waiting) >= steps * self._batch_size:
+            return None
+        while self._next in self._waiting or not self.is_open(self._next):
+            self._next += 1
+        self._waiting[self._next] = Waiting(self.version)
+        self._num_running += 1
+        return self._next
+
+    def add_ready(self, position: int, oldest_version: int) -> None:
+        """Note that a group is ready: one that was started, or one that an earlier attempt has stored."""
+        assert self.is_open(position), f"the group at position {position} was trained on already"
+        self._num_running -= position in self._waiting
+        self._waiting[position] = Waiting(oldest_version, self._num_ready_ever)
+        self._num_ready_ever += 1
+
+    def drop(self, position: int, reason: str) -> None:
+        """Give up a group; another one may start in its place."""
+        del self._waiting[position]
+        self._num_running -= 1
+        self._done.add(position)
+        self._dropped[reason] += 1
+
+    def choose(self, step: int) -> list[int] | None:
+        """Return the positions that a step trains on, in order; None while it has to wait for one.
+
+        Raises:
+            RuntimeError: A group is older than the bound allows.
+        """
+        if step in self._reserved:
+            return self._reserved[step]
+        last = {position: group.oldest_version + self._max_staleness for position, group in self._waiting.items()}
+        if old := [position for position, deadline in last.items() if deadline < step]:
+            raise RuntimeError(f"step {step + 1}: groups {old[:5]} are more than {self._max_staleness} updates old")
+        order = {place: group.ready_as for place, group in self._waiting.items() if group.ready_as is not None}
+        ready, chosen = sorted(order, key=order.__getitem__), dict[int, None]()
+        for deadline in sorted({*last.values()}):
+            urgent = sum(due <= deadline for due in last.values()) - (deadline - step) * self._batch_size
+            missing = urgent - sum(last[place] <= deadline for place in chosen)
+            candidates = [place for place in ready if last[place] <= deadline and place not in chosen]
+            if missing > len(candidates):
+                return None
+            chosen |= dict.fromkeys(candidates[: max(missing, 0)])
+        others = [place for place in ready if place not in chosen]
+        chosen |= dict.fromkeys(others[: self._batch_size - len(chosen)])
+        return sorted(chosen) if len(chosen) == self._batch_size else None
+
+    def take(self, step: int, positions: Sequence[int]) -> None:
+        """Remove the groups of a step, which trains on them."""
+        self._reserved.pop(step, None)
+        for position in positions:
+            self._waiting.pop(position, None)
+            self._done.add(position)
+        self._num_trained += len(positions)
+        self._dropped.clear()
