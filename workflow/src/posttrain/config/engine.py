@@ -47,7 +47,7 @@ class Engine:
     )
     max_running_requests: int = _doc("Maximum concurrent requests of an engine", 512, minimum=1)
     groups_per_request: int = _doc(
-        "Sample groups per request: an engine batches them together, and they are stored together",
+        "Groups per request: an engine batches them together, and they are stored together",
         1,
         minimum=1,
     )
