@@ -64,7 +64,10 @@ class Weights:
         return self._tensors
 
     def gather(self):
-        yield from self._tensors.items()
+        for item in self._tensors.items():
+            with pytest.raises(RuntimeError, match="no running event loop"):
+                asyncio.get_running_loop()  # which has requests to serve meanwhile
+            yield item
 
 
 class Engine:
