@@ -40,13 +40,13 @@ def row_of(config: Config, cuts: tuple[int, int, int] = (1, 1, 1), batch: MicroB
 
 
 def norm(width: int, p: int) -> int:
-    return 4 * width + 4 + p * width
+    return p * width + 4
 
 
 def test_a_layer_of_latents_with_chosen_keys(resolved) -> None:
     """TP2: 60 tokens of this rank in sequence-parallel parts, 2 heads, queries of 48, values of 32."""
     row = row_of(small(resolved), cuts=(2, 1, 1))
-    projections = 60 * sum(norm(width, 2) + 2 * width for width in (64, 48, 32)) + 120 * 4 * 2 * 8
+    projections = 60 * (sum(norm(width, 2) + 2 * width for width in (64, 48, 32)) + 2 * 8)
     heads = 120 * (48 + 32) + 120 * (48 + 32)
     blocks = 120 * (48 + 48) + 120 * 2 * 48
     masked = 2 * (16 * 16 + 16 * 32 + 16 * 48 + 12 * 60)
@@ -64,7 +64,7 @@ def test_a_layer_of_latents_with_chosen_keys(resolved) -> None:
 def test_ranks_that_share_a_row_or_an_expert(resolved) -> None:
     """CP2 and ETP2 without TP: 60 tokens of 120, all keys; ranks gather each other's rows of half an expert."""
     row = row_of(small(resolved), cuts=(1, 2, 2))
-    projections = 60 * sum(norm(width, 2) + 2 * width for width in (64, 48, 32)) + 60 * 4 * 2 * 8
+    projections = 60 * (sum(norm(width, 2) + 2 * width for width in (64, 48, 32)) + 2 * 8)
     heads = 60 * (96 + 64) + 120 * (96 + 64)
     blocks = 60 * (96 + 96) + 120 * 2 * 96
     masked = 256 + 512 + 768 + 720
@@ -86,7 +86,7 @@ def test_queries_that_see_few_keys_have_no_mask(resolved) -> None:
     assert row_of(config, index_topk=59).is_selected()
     assert not row_of(config, index_topk=60).is_selected()
     assert not row_of(config, index_n_heads=0).is_selected()
-    projections = 120 * (sum(norm(width, 4) + 4 * width for width in (64, 48, 32)) + 4 * 8) + 120 * 4 * 4 * 8
+    projections = 120 * (sum(norm(width, 4) + 4 * width for width in (64, 48, 32)) + 4 * 8)
     heads, blocks = 120 * (96 + 64) * 2, 120 * (2 * 96 + 2 * 96)
     inputs, mlp = 120 * (norm(64, 4) + 4 * 64), 120 * 4 * 5 * 128
     assert plain == projections + 4 * (heads + blocks) + 4 * 4 * 120 + inputs + mlp

@@ -10,7 +10,7 @@ import torch
 from tests.support.small_updates import LR, apply, trained_config, updates_of
 from torch.optim.adamw import adamw
 
-from posttrain.rl.megatron_backend import cpu
+from posttrain.rl.megatron_backend import cpu, cpu_functions
 from posttrain.rl.megatron_backend.cpu import FusedAdam
 
 SETTINGS = {"lr": 0.01, "betas": (0.9, 0.98), "eps": 1e-8, "weight_decay": 0.1}
@@ -61,18 +61,12 @@ def updated(make_policy):
 
 
 def test_linear_layers_add_their_gradients_to_megatrons_buffers(updated, monkeypatch):
-    from megatron.core.tensor_parallel import layers
-
     policy, run = updated
     linears = [part for part in policy.chunks[0].decoder.modules() if hasattr(part, "gradient_accumulation_fusion")]
     assert len(linears) > 20
     seen = []
-    kernel = layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32
-    monkeypatch.setattr(
-        layers.fused_weight_gradient_mlp_cuda,
-        "wgrad_gemm_accum_fp32",
-        lambda *args: (seen.append(args[2].data_ptr()), kernel(*args)),
-    )
+    add = cpu_functions.add_product
+    monkeypatch.setattr(cpu_functions, "add_product", lambda *args: (seen.append(args[0].data_ptr()), add(*args)))
     run()
     assert {part.weight.main_grad.data_ptr() for part in linears if part.weight.requires_grad} == set(seen)
 

@@ -6,9 +6,9 @@ token, F width of an MLP, S longest sequence, P = B S the row spread over blocks
 
 A layer without recomputation keeps, by the autograd of `rl/megatron_backend/glm5` and of Megatron's local modules:
 
-    a norm of width W           4 W (FP32 copy of the input), 4 (statistics), p W (before the norm's weight)   per token
+    a norm of width W           p W (its input), 4 (statistics)                                                per token
     attention                   norm of H, p H; norms of r_q and r_kv and their outputs                              s
-                                rotary factors 4 p rope; q, k, v                                                     t
+                                q, k, v                                                                              t
                                 q, k, v and the output in blocks, v as wide as k; log-sum-exp 4 n                     P
                                 mask p S where keys are selected, of a chunk of queries its keys so far              P
                                 p n d_v, the input of the output projection                                          t
@@ -289,7 +289,7 @@ class Row:
         return self.p * self.hidden * 2 * (sent + self._expert_rows())
 
     def _norm(self, width: int) -> float:
-        return FP32 * width + FP32 + self.p * width
+        return self.p * width + FP32
 
     def heads(self) -> int:
         """Return the heads of queries."""
@@ -307,11 +307,9 @@ class Row:
 
     def _latents(self) -> float:
         arch, p = self.arch, self.p
-        # An FP32 row is its own FP32 copy, together with the rotary key that it was split from.
-        uncopied_rope = FP32 * arch.qk_rope_head_dim if p == FP32 else 0
         latents = sum(self._norm(rank) + p * rank for rank in (arch.q_lora_rank, arch.kv_lora_rank) if rank)
-        split = self._norm(self.hidden) + p * self.hidden + latents + uncopied_rope
-        return self.s * split + self.t * 4 * p * arch.qk_rope_head_dim
+        # The latent of keys was split from a row with the rotary key.
+        return self.s * (self._norm(self.hidden) + p * self.hidden + latents + p * arch.qk_rope_head_dim)
 
     def widths(self, weights: tuple[Weight, ...]) -> tuple[float, float, float]:
         """Return the width of the queries, of keys and values, and of the attention's output on this rank."""

@@ -80,14 +80,16 @@ def _balanced(
 ) -> list[list[int]]:
     """Return `count` bins of similar cost, or the given bins if the budget prevents that."""
     evened: list[list[int]] = [[] for _ in range(count)]
+    tokens, loads = [0] * count, [0.0] * count
     for index in _expensive_first([i for members in bins for i in members], costs):
-        fits = [b for b in evened if not b or _sum(b, lengths) + lengths[index] <= max_tokens]
+        fits = [b for b in range(count) if not evened[b] or tokens[b] + lengths[index] <= max_tokens]
         if not fits:
             evened = bins + [[] for _ in range(count - len(bins))]
+            loads = [sum(costs[i] for i in members) for members in evened]
             break
-        min(fits, key=lambda b: _sum(b, costs)).append(index)
-    return [sorted(members) for members in sorted(evened, key=lambda b: -_sum(b, costs))]
-
-
-def _sum(indices: Sequence[int], values: Sequence[float]) -> float:
-    return sum(values[i] for i in indices)
+        place = min(fits, key=loads.__getitem__)
+        evened[place].append(index)
+        tokens[place] += lengths[index]
+        loads[place] += costs[index]
+    order = sorted(range(count), key=lambda b: -loads[b])
+    return [sorted(evened[b]) for b in order]

@@ -11,15 +11,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
 from torch.optim.adamw import adamw as torch_adamw
 from torch.utils._device import _device_constructors
 
 from posttrain.rl.algorithm.logprobs import add_product
+from posttrain.rl.megatron_backend.cpu_functions import embedding, linear
 
 CPU = torch.device("cpu")
 _enabled = False
@@ -48,6 +51,7 @@ def enable_cpu() -> None:
     _keep_split_sizes_plain()
     _exchange_parts_of_any_size()
     _skip_collectives_without_peers()
+    _skip_regions_without_peers()
     _accumulate_weight_gradients()
     _provide_fused_adam()
     _accept_cpu_parameters()
@@ -64,9 +68,15 @@ def _do_without_transformer_engine() -> None:
     moe_utils.te_general_gemm = None
     for part in (clip_grads, optimizer):
         part.multi_tensor_applier = utils.local_multi_tensor_applier
-        part.multi_tensor_scale_impl = utils.local_multi_tensor_scale
+        part.multi_tensor_scale_impl = _scale_tensors
     clip_grads.l2_norm_impl = utils.local_multi_tensor_l2_norm
     clip_grads.multi_tensor_scale_tensor_impl = None
+
+
+def _scale_tensors(_: int, __: torch.Tensor, tensors: Sequence[Sequence[torch.Tensor]], scale: float) -> None:
+    """Write the scaled tensors of a list to those of another; gradients are clipped in place."""
+    for source, target in zip(*tensors, strict=True):
+        torch.mul(source, scale, out=target)
 
 
 class _Inert:
@@ -200,6 +210,26 @@ def _skip_collectives_without_peers() -> None:
         setattr(param_and_grad_buffer, name, _if_there_are_peers(getattr(param_and_grad_buffer, name)))
 
 
+def _skip_regions_without_peers() -> None:
+    """Of one tensor-parallel rank, the regions around linear layers are functions that do nothing, twice a layer."""
+    from megatron.core.tensor_parallel import layers
+    from megatron.core.transformer.moe import moe_utils, shared_experts
+
+    for part in (layers, moe_utils, shared_experts):
+        for name in ("copy_to_tensor_model_parallel_region", "reduce_from_tensor_model_parallel_region"):
+            if hasattr(part, name):
+                setattr(part, name, _unless_alone(getattr(part, name)))
+
+
+def _unless_alone(region: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(region)
+    def enter(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
+        group = group or parallel_state.get_tensor_model_parallel_group()
+        return tensor if group.size() == 1 else region(tensor, group=group)
+
+    return enter
+
+
 def _if_there_are_peers(collective: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(collective)
     def exchange(output: torch.Tensor, given: torch.Tensor, *args: Any, group: Any, **options: Any) -> Any:
@@ -214,12 +244,42 @@ def _if_there_are_peers(collective: Callable[..., Any]) -> Callable[..., Any]:
 def _accumulate_weight_gradients() -> None:
     """Linear layers add weight gradients to Megatron's buffers with a kernel of Apex; use torch's product instead.
 
-    Without it, a gradient is computed in memory of its own and then added.
+    Without it, a gradient is computed in memory of its own and then added. The same holds for the embedding.
     """
     from megatron.core.tensor_parallel import layers
 
     layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=_add_weight_gradient)
     layers._grad_accum_fusion_available = True
+    layers.F = _EmbeddingFunctions()
+    layers.linear_with_grad_accumulation_and_async_allreduce = _slim_linear(
+        layers.linear_with_grad_accumulation_and_async_allreduce
+    )
+
+
+class _EmbeddingFunctions:
+    """`torch.nn.functional` with another `embedding`."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(F, name)
+
+    def embedding(self, places: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Return the rows of a matrix."""
+        is_trained = weight.requires_grad and getattr(weight, "main_grad", None) is not None
+        return embedding(places, weight) if is_trained else F.embedding(places, weight)
+
+
+def _slim_linear(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return a linear layer's function that does without Megatron's where there is nothing to exchange."""
+
+    @functools.wraps(original)
+    def call(input: torch.Tensor, weight: torch.Tensor, bias: Any, **options: Any) -> torch.Tensor:
+        exchanges = options["allreduce_dgrad"] or options["sequence_parallel"]
+        adds = options["gradient_accumulation_fusion"] and hasattr(weight, "main_grad")
+        if exchanges or not adds or bias is not None or options.get("grad_output_buffer") is not None:
+            return original(input, weight, bias, **options)
+        return linear(input, weight)
+
+    return call
 
 
 def _add_weight_gradient(total_input: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:

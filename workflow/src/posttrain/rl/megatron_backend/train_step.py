@@ -148,7 +148,8 @@ def _run_schedule(
         is_first: No update since the rollout: missing old log-probabilities equal the current ones.
     """
     for chunk in policy.wrapped:
-        chunk.train()
+        if not chunk.training:
+            chunk.train()
     answers = get_forward_backward_func()(
         forward_step_func=partial(_forward_step, policy=policy, objective=objective, is_first=is_first),
         data_iterator=[iter(batches) for _ in policy.wrapped],

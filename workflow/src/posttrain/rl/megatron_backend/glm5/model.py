@@ -15,6 +15,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 
 from posttrain.rl.algorithm.logprobs import VocabularyShard, chunked_logprobs
+from posttrain.rl.megatron_backend.cpu_functions import announce_gradient
 from posttrain.rl.megatron_backend.glm5.linear import await_weight
 
 
@@ -95,5 +96,4 @@ class _AddedGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.weight.grad_added_to_main_grad = True
-        return grad, torch.empty_like(ctx.weight)
+        return grad, announce_gradient(ctx.weight)

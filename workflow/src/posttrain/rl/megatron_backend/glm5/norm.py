@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+from posttrain.rl.megatron_backend.cpu_functions import rms_norm
 
 
 class RMSNorm(torch.nn.Module):
@@ -29,4 +30,4 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise `x` [..., hidden_size]; statistics are computed in FP32."""
-        return F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps).to(x.dtype) * self.weight
+        return rms_norm(x, self.weight, self.eps)

@@ -82,9 +82,7 @@ def attend(
     Returns:
         [B, C, N, D_v] in the dtype of `value`; the softmax runs in fp32.
     """
-    width = value.shape[-1]
-    # The CPU kernel requires values as wide as keys.
-    value = F.pad(value, (0, key.shape[-1] - width)) if key.shape[-1] > width else value
+    width, value = value.shape[-1], _as_wide(value, key)
     query, key, value = (t.transpose(1, 2) for t in (query, key, value))
     fused = partial(F.scaled_dot_product_attention, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
     if keep is not None:
@@ -99,6 +97,12 @@ def attend(
         bias = causal_lower_right(query.shape[2], key.shape[2])
         output = fused(query, key, value, attn_mask=bias)
     return output.transpose(1, 2)[..., :width]
+
+
+def _as_wide(value: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Return values as wide as keys, which the CPU kernel requires."""
+    missing = key.shape[-1] - value.shape[-1]
+    return F.pad(value, (0, missing)) if missing > 0 else value
 
 
 def _reversed_causal_bias(query: torch.Tensor, num_keys: int) -> torch.Tensor:
@@ -139,6 +143,8 @@ def attend_in_chunks(
     longest, before = key.shape[1], key.shape[1] - query.shape[1]
     if places is None or num_dense >= longest:
         return attend(query, key, value, None, scale)
+    # Once for all chunks, whose keys overlap.
+    width, value = value.shape[-1], _as_wide(value, key)
     step = queries_at_a_time(longest, chunk_tokens, query.device)
     # A short remainder is not worth a separate call.
     first = num_dense if num_dense - before >= step else before
@@ -150,7 +156,7 @@ def attend_in_chunks(
         chunk = slice(start - before, end - before)
         keep = mask_of_places(places[:, chunk], end)
         parts.append(attend(query[:, chunk], key[:, :end], value[:, :end], keep, scale))
-    return torch.cat(parts, dim=1)
+    return torch.cat(parts, dim=1)[..., :width]
 
 
 def mask_of_places(places: torch.Tensor, num_keys: int) -> torch.Tensor:
