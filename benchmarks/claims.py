@@ -89,16 +89,18 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> 
 
 def _block(name: str) -> list[str]:
     claims = [*markdown_table(("claim", "value", "goal", "met"), _claims), ""] if _claims else []
-    return ["", f"`python -m benchmarks.{name}`, {_provenance()}:", "", *_tables, *claims]
+    command = " ".join(["python -m", f"benchmarks.{name}", *sys.argv[1:]])
+    return ["", f"`{command}`, {_provenance()}:", "", *_tables, *claims]
 
 
 def _provenance() -> str:
-    """Return date, commit and machine of this run."""
+    """Return date, commit, machine and its load, which is mostly that of other work if it exceeds the cores."""
     commit = _git("rev-parse", "--short=8", "HEAD")
     changed = [line for line in _git("status", "--porcelain").splitlines() if not line.endswith("benchmarks/README.md")]
     dirty = " with uncommitted changes" if changed else ""
     cores = len(os.sched_getaffinity(0))
-    return f"{datetime.date.today()}, commit {commit}{dirty}, {cores} cores of {_processor()}"
+    load = f"load of the last 15 minutes {os.getloadavg()[2]:.0f}"
+    return f"{datetime.date.today()}, commit {commit}{dirty}, {cores} cores of {_processor()}, {load}"
 
 
 def _processor() -> str:
