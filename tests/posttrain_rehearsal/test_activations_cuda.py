@@ -90,6 +90,13 @@ OTHER_PEAKS = [
 ]
 
 
+# What the recipe that others have published for GLM-5 says: each layer is computed again, two ranks share a row.
+PUBLISHED = (
+    "parallel.context_parallel_size=2 trainer.max_tokens_per_gpu=16384 trainer.recompute_granularity=full"
+    " trainer.optimizer_cpu_offload=false parallel.virtual_pipeline_model_parallel_size=1"
+)
+
+
 def config_of(model, nodes=1, **words):
     return resolve({"site": "local", "model": model, "nodes": nodes, **words}, CONFIG).config
 
@@ -102,6 +109,30 @@ def test_peaks_of_a_rehearsal(model, nodes):
 @pytest.mark.parametrize(("model", "words", "peaks"), OTHER_PEAKS)
 def test_peaks_of_another_rehearsal(model, words, peaks):
     hold_against(shallow(config_of(model, **words)), peaks, trainer_sleeps=True, tolerance=0.013)
+
+
+# GLM-5 on 16 nodes with few layers of each kind: kernels choose keys, four ranks share a row.
+CUT = "parallel.context_parallel_size=4 trainer.max_tokens_per_gpu=8192 trainer.recompute_granularity=auto"
+RECIPE_PEAKS = [
+    # Modules are computed again.
+    (
+        {"recipe": "production", "set": CUT},
+        {
+            (0, "old_logprobs"): 3.355,
+            (0, "mismatch"): 4.051,
+            (0, "train"): 12.138,
+            (1, "mismatch"): 4.011,
+            (1, "train"): 12.272,
+            (3, "mismatch"): 4.398,
+            (3, "train"): 9.726,
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "peaks"), RECIPE_PEAKS)
+def test_peaks_of_a_rehearsal_of_glm5s_recipe(words, peaks):
+    hold_against(shallow(config_of("glm5", 16, **words)), peaks, trainer_sleeps=True, tolerance=0.02)
 
 
 def test_layers_that_are_computed_again_together():
@@ -148,19 +179,17 @@ def test_the_loss_is_the_fullest_moment_of_a_large_vocabulary():
 
 def test_the_embeddings_gradient_is_the_fullest_moment_of_a_few_tokens():
     """GLM-5, TP4 PP4 CP2: 32 tokens of this rank, in parts of 8; four micro-batches keep 20 inputs and what goes on."""
-    moment = fullest_moment(config_of("glm5", 16), 0, MicroBatch(64, 1, 64), ASSUMPTIONS, True)
+    moment = fullest_moment(config_of("glm5", 16, set=PUBLISHED), 0, MicroBatch(64, 1, 64), ASSUMPTIONS, True)
     kept = 4 * 21 * 2 * 8 * 6144 + 2 * 4 * 64 * 64
     assert moment == Moment(kept + 2 * 154880 // 4 * 6144 + 2 * 32 * 6144)
-    behind = fullest_moment(config_of("glm5", 16), 1, MicroBatch(64, 1, 64), ASSUMPTIONS, True)
+    behind = fullest_moment(config_of("glm5", 16, set=PUBLISHED), 1, MicroBatch(64, 1, 64), ASSUMPTIONS, True)
     assert behind.total < moment.total / 10
 
 
 def test_what_is_in_flight_between_chunks_by_hand():
     """GLM-5, TP4 PP4 CP2, 8 tokens of a rank's part; two chunks a stage, and what goes to the next one and back."""
     batch, thin, angles = MicroBatch(64, 1, 64), 2 * 8 * 6144, 2 * 4 * 64 * 64
-    plain, chunked = (
-        config_of("glm5", 16, set=f"parallel.virtual_pipeline_model_parallel_size={number}") for number in (1, 2)
-    )
+    plain, chunked = (config_of("glm5", 16, set=f"{PUBLISHED[:-1]}{number}") for number in (1, 2))
     for stage in range(4):
         (layers,) = stage_chunks(plain)[stage]
         in_flight = (4 - stage) * (len(layers) + (stage < 3)) * thin
@@ -174,7 +203,7 @@ def test_what_is_in_flight_between_chunks_by_hand():
 
 def test_keys_being_chosen_are_the_fullest_moment_of_a_long_rows_forward_pass():
     """GLM-5, TP4 CP2, in the latents' space: 20,480 queries of this rank, 16 heads of 512 + 64, 32 of the indexer."""
-    config = config_of("glm5", 16, set="trainer.attention_chunk_tokens=2048 trainer.indexer_kernel=torch")
+    config = config_of("glm5", 16, set=f"{PUBLISHED} trainer.attention_chunk_tokens=2048 trainer.indexer_kernel=torch")
     batch = MicroBatch(40960, 1, 40960)
     scored = config.trainer.attention_chunk_tokens * 40960 // 4
     dealt = 5120 * (32 * (2 * 128 + 4) + 4 * 2048)
@@ -193,6 +222,16 @@ def test_layers_keep_the_choice_that_later_ones_take_over():
     assert 0 < choosing < len(layers)
     in_flight = stages * ((len(layers) + 1) * 2 * tokens * 6144 + choosing * 2 * tokens * 2048)
     assert _moments(config, batch, ASSUMPTIONS).kept(0, [layers]) == 2 * 4 * 64 * 4096 + in_flight
+
+
+@pytest.mark.parametrize(("method", "kept_layers"), [("uniform", 20), ("block", 3)])
+def test_recomputed_layers_keep_their_choice(method, kept_layers):
+    """GLM-5, TP4 PP4 CP2: 2,048 places for each of 512 tokens, of four micro-batches in flight, in 16 bits."""
+    keys = f"{PUBLISHED} trainer.recompute_method={method} trainer.recompute_num_layers={3 if method == 'block' else 1}"
+    again, kept = (config_of("glm5", 16, set=f"{keys} trainer.keep_index_choice={value}") for value in ("none", "all"))
+    batch, (layers,) = MicroBatch(4096, 1, 4096), stage_chunks(again)[0]
+    held = [_moments(each, batch, ASSUMPTIONS).kept(0, [layers]) for each in (again, kept)]
+    assert held[1] - held[0] == 4 * kept_layers * 2 * 512 * 2048
 
 
 def test_a_dense_layer_is_fullest_at_its_activations_gradient():

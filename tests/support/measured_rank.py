@@ -103,7 +103,8 @@ class _SavedTensors:
             policy.wrapped[0].forward = forward
             with saved_tensors_hooks(self._pack, lambda tensor: tensor):
                 output = forward(*args, **kwargs)
-            self.num_bytes = storage_bytes(self._seen.values())
+            kept_choices = kwargs["packed_seq_params"].choices.values()
+            self.num_bytes = storage_bytes([*self._seen.values(), *kept_choices])
             self._seen.clear()
             return output
 

@@ -30,6 +30,7 @@ def settings(dtype: str) -> dict[str, dict[str, Any]]:
         "none": {"recompute_granularity": "none"},
         "full": {"recompute_granularity": "full"},
         "block": {"recompute_granularity": "full", "recompute_method": "block"},
+        "kept choice": {"recompute_granularity": "full", "keep_index_choice": "all"},
         "outside": {"recompute_granularity": "selective", "recompute_modules": outside},
         "inside": {"recompute_granularity": "selective", "recompute_modules": inside},
     }

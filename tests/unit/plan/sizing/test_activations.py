@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from posttrain.config.families import chooses_keys
 from posttrain.config.schema import Config
 from posttrain.plan.sizing.activations import (
     MicroBatch,
@@ -57,8 +58,11 @@ def test_a_layer_of_latents_with_chosen_keys(resolved) -> None:
     routed = 60 * 2 * 1.5 * (2 * 64 + 4 + 2 * 6 * 32)
     assert row.layer(1) == row.layer(3) == attention + inputs + 120 * 2 * 5 * 32 / 2 + router + routed
     assert [row.is_moe(layer) for layer in range(4)] == [False, True, True, True]
-    assert row.shared_choice() == 0
-    assert row_of(small(resolved), cuts=(2, 1, 1), index_topk_freq=2).shared_choice() == 60 * 8 * 2
+    assert row.kept_choice(range(4), 4) == 0
+    shared = row_of(small(resolved), cuts=(2, 1, 1), index_topk_freq=2)
+    assert shared.kept_choice(range(4), 0) == 60 * 8 * 2 * sum(chooses_keys(shared.arch, layer) for layer in range(4))
+    kept = row_of(small(resolved, keep_index_choice="all"), cuts=(2, 1, 1))
+    assert [kept.kept_choice(range(4), number) for number in (0, 3)] == [0, 60 * 8 * 2 * 3]
 
 
 def test_ranks_that_share_a_row_or_an_expert(resolved) -> None:

@@ -30,6 +30,8 @@ CASES: dict[str, dict] = {
     "bf16_all_kept": {"ranks": 1, "trainer": {"params_dtype": "bf16", **NO_RECOMPUTATION}},
     "chunks_of_two_layers": {"ranks": 1, "trainer": {"recompute_num_layers": 2}},
     "one_layer_recomputed": {"ranks": 1, "trainer": {"recompute_method": "block"}},
+    "kept_choice": {"ranks": 1, "trainer": {"keep_index_choice": "all"}},
+    "kept_choice_of_one_layer": {"ranks": 1, "trainer": {"recompute_method": "block", "keep_index_choice": "all"}},
     "mlps_recomputed": {"ranks": 1, "trainer": {**SELECTIVE, "recompute_modules": ["mlp", "moe"]}},
     "shared_experts_recomputed": {"ranks": 1, "trainer": {**SELECTIVE, "recompute_modules": ["shared_experts"]}},
     "queries_in_chunks": {"ranks": 1, "trainer": {"attention_chunk_tokens": 32, **NO_RECOMPUTATION}},
@@ -45,6 +47,7 @@ CASES: dict[str, dict] = {
     "expert_bf16": {"ranks": 2, "parallel": EXPERT, "trainer": {"params_dtype": "bf16"}},
     "pipeline": {"ranks": 2, "parallel": {**PIPELINE, "num_layers_in_last_pipeline_stage": 1}},
     "pipeline_all_kept": {"ranks": 2, "parallel": PIPELINE, "trainer": NO_RECOMPUTATION},
+    "tensor_kept_choice": {"ranks": 2, "parallel": {**TENSOR, **EXPERT}, "trainer": {"keep_index_choice": "all"}},
     "tensor_pipeline": {"ranks": 4, "parallel": {**TENSOR, **PIPELINE, **EXPERT}, "trainer": NO_RECOMPUTATION},
     # What the first chunk of each stage keeps.
     "interleaved": {"ranks": 2, "parallel": {**PIPELINE, "virtual_pipeline_model_parallel_size": 2}},

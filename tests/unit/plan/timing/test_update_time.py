@@ -95,6 +95,31 @@ def test_training_counts_the_kernel_that_the_plan_has_chosen(resolved):
     assert trainer_of(resolved("qwen3_4b").config).kernel is None
 
 
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_recomputation_reads_a_kept_choice(h200, is_fused):
+    """By hand, TP4: of scores, dealt queries and gathered keys nothing is done again; places are gathered again."""
+    row = glm5(h200, num_micro_batches=1, tensor=4, is_indexer_fused=is_fused)
+    again, kept = (train_causes(dataclasses.replace(row, chooses_again=value), 32, 16384) for value in (True, False))
+    forward = forward_causes(row, 32, 16384)
+    places = 32 * 16384 / row.data * 2048 * 2 * 3 / 4 / attainable.link(h200, 4)
+    saved = again["recomputation"] - kept["recomputation"]
+    projections = 2 * 32 * 16384 / row.data / 4 * (32 * 128 * 2048 + 6144 * (128 + 32)) / attainable.gemm(h200)
+    assert saved == pytest.approx(forward["indexer"] - 20 * places + 20 * projections, rel=1e-3)
+    assert {name: value for name, value in again.items() if name not in ("recomputation", "pipeline idle")} == {
+        name: value for name, value in kept.items() if name not in ("recomputation", "pipeline idle")
+    }
+    selective = dataclasses.replace(row, recompute=0.0, recompute_modules=("moe",))
+    assert train_causes(selective, 32, 16384) == train_causes(
+        dataclasses.replace(selective, chooses_again=False), 32, 16384
+    )
+
+
+def test_training_counts_choices_that_later_layers_take_over_as_kept(resolved):
+    plain, kept = (resolved("glm5", set=f"trainer.keep_index_choice={value}").config for value in ("none", "all"))
+    assert [trainer_of(each).chooses_again for each in (plain, kept)] == [True, False]
+    assert not trainer_of(resolved("glm5.2").config).chooses_again
+
+
 def test_tokens_go_to_each_node_once(h200):
     """EP32 on nodes of eight: 8 copies end on 4 (1 - 0.75^8) = 3.6 nodes, at 58 of 50 GB/s."""
     seconds = attainable.dispatch_seconds(h200, 32, 8, 2 * 6144)

@@ -33,7 +33,7 @@ READERS = {
     "megatron.optimizer": OptimizerConfig,
 }
 # Read by our own attention from the same object.
-OURS = {"attention_chunk_tokens", "sparse_attention", "indexer_kernel"}
+OURS = {"attention_chunk_tokens", "sparse_attention", "indexer_kernel", "keep_index_choice"}
 
 
 @pytest.fixture(autouse=True)

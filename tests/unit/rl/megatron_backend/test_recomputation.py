@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from tests.support.chosen_keys import attend_by, reference_kernel
 from tests.support.megatron_single import run_ranks
 from tests.support.recomputed_updates import MODULES, settings, with_setting
 from tests.support.small_updates import LR, apply, trained_config, updates_of, weights_of
+
+from posttrain.rl.megatron_backend.glm5.indexer import Indexer
 
 ROOT = Path(__file__).parents[4]
 LAYOUTS = {
@@ -59,6 +62,37 @@ def test_recomputation_changes_no_bit(updated, kind: str, name: str) -> None:
     assert said == kept_said
     assert load == kept_load
     assert all(torch.equal(weights[key], kept[key]) for key in kept)
+
+
+@pytest.mark.parametrize(("kept", "again"), [("none", 4), ("all", 0)])
+def test_recomputation_reads_the_keys_that_the_forward_pass_has_chosen(
+    make_policy, monkeypatch, kept: str, again: int
+) -> None:
+    """Four layers: each chooses in the forward pass of a micro-batch, and again where no choice is kept."""
+    policy = make_policy(with_setting(trained_config(), {"recompute_granularity": "full", "keep_index_choice": kept}))
+    update = updates_of(policy, 0)[0]
+    rows, choose = [], Indexer.choose
+
+    def counted(indexer: Indexer, *given: Any) -> torch.Tensor:
+        rows.append((torch.is_grad_enabled(), given[-1]))
+        return choose(indexer, *given)
+
+    monkeypatch.setattr(Indexer, "choose", counted)
+    apply(policy, update, LR)
+    of_row = Counter((id(sequences), is_recomputed) for is_recomputed, sequences in rows)
+    assert len({id(sequences) for _, sequences in rows}) == len(update.batches)
+    for _, sequences in rows:
+        assert (of_row[id(sequences), False], of_row[id(sequences), True]) == (4, again)
+        assert not sequences.choices, "the backward pass has used it up"
+
+
+def test_a_pass_without_backward_keeps_no_choice(make_policy, monkeypatch) -> None:
+    config = with_setting(trained_config(), {"recompute_granularity": "full", "keep_index_choice": "all"})
+    policy, rows, choose = make_policy(config), [], Indexer.choose
+    monkeypatch.setattr(Indexer, "choose", lambda *given: rows.append(given[-1]) or choose(*given))
+    updates_of(policy, 0)
+    assert rows
+    assert not any(sequences.choices for sequences in rows)
 
 
 @pytest.mark.parametrize(("dtype", "by_kernel"), [("bf16", False), ("fp32", True)], ids=["masked", "latents"])

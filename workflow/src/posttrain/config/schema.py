@@ -240,6 +240,12 @@ class Trainer:
         "auto",
         choices=("auto", "fused", "torch"),
     )
+    keep_index_choice: str = _doc(
+        "all: a layer that is computed again in full reads the keys that its forward pass has chosen; none: it chooses "
+        "them again",
+        "none",
+        choices=("none", "all"),
+    )
     optimizer_cpu_offload: bool = _doc("Keep optimizer state in host memory", False)
     deepep: bool = _doc("Dispatch tokens to experts with DeepEP (CUDA only)", True)
     save_interval: int = _doc("Steps between checkpoints", 20, minimum=1)

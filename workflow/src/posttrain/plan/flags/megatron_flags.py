@@ -60,7 +60,7 @@ def indexer_flags(config: Config) -> list[Flag]:
 
     Megatron's own switch (`experimental_attention_variant="dsa"`) is left off: it selects Megatron's indexer (why ours
     stays: docs/decisions/028); our layer reads the sizes from the same fields. `attention_chunk_tokens`,
-    `sparse_attention` and `indexer_kernel` are ours alone.
+    `sparse_attention`, `indexer_kernel` and `keep_index_choice` are ours alone.
     """
     arch, kernel, indexer = config.model.architecture, sparse_kernel(config), indexer_kernel(config)
     sizes = []
@@ -82,6 +82,7 @@ def indexer_flags(config: Config) -> list[Flag]:
             ),
             flag("sparse_attention", kernel.name, KERNEL, reason=kernel.reason),
             flag("indexer_kernel", indexer.name, INDEXER, reason=indexer.reason),
+            _key(config, "keep_index_choice", "trainer.keep_index_choice"),
         ]
     return [*sizes, _key(config, "attention_chunk_tokens", "trainer.attention_chunk_tokens")]
 

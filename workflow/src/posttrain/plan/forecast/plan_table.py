@@ -168,13 +168,14 @@ def _step(step: Mapping[str, Any]) -> Table:
 
 def _step_choice(candidates: Sequence[Mapping[str, Any]]) -> Table:
     def row(candidate: Mapping[str, Any]) -> tuple[str, ...]:
-        sizes = (candidate["context_parallel_size"], candidate["virtual_pipeline_model_parallel_size"])
+        names = ("context_parallel_size", "max_tokens_per_gpu", "virtual_pipeline_model_parallel_size")
+        sizes = [f"{candidate[name]:,}" for name in names]
         where = "host" if candidate["optimizer_cpu_offload"] else "GPU"
-        free = (where, *map(str, sizes), format_seconds(candidate["seconds"]), f"{candidate['peak_gib']:.4g}")
+        free = (where, *sizes, format_seconds(candidate["seconds"]), f"{candidate['peak_gib']:.4g}")
         verdict = "chosen" if candidate["is_chosen"] else _verdict(candidate)
         return candidate["recomputation"], *free, verdict
 
-    columns = ("recomputed", "optimizer", ">CP", ">VPP", ">seconds", ">GiB", "")
+    columns = ("recomputed", "optimizer", ">CP", ">tokens", ">VPP", ">seconds", ">GiB", "")
     title = "log-probabilities and training: the plainest that fits, of those within 1 % of the fastest"
     return _table(columns, map(row, candidates), title)
 

@@ -172,7 +172,7 @@ def saved_bytes(config: Config, layers: range, batch: MicroBatch, expert_imbalan
         inputs, whole = min(trainer.recompute_num_layers, len(layers)), list(layers)[trainer.recompute_num_layers :]
     places = INT64 * row.t if whole else 0
     saved = inputs * row.s * row.p * row.hidden + sum(row.layer(index) - row.dropped(index) for index in whole) + places
-    saved += row.shared_choice() * sum(chooses_keys(config.model.architecture, index) for index in layers)
+    saved += row.kept_choice(layers, len(layers) - len(whole))
     saved += row.first_edge() if layers.start == 0 else 0
     return int(saved + (row.last_edge() if layers.stop == config.model.architecture.num_hidden_layers else 0))
 
@@ -269,9 +269,16 @@ class Row:
         place = 2 if self._batch.longest <= 2**15 else 4
         return self.is_selected() * place * self.s * self.arch.index_topk
 
-    def shared_choice(self) -> float:
-        """Return what a layer's choice of keys takes that later layers take over."""
-        return self.choice() if self.arch.index_topk_freq > 1 else 0.0
+    def kept_choice(self, layers: range, num_recomputed: int) -> float:
+        """Return what choices of keys take that later layers take over, or that recomputation reads.
+
+        Args:
+            layers: Of a chunk.
+            num_recomputed: How many of them, the first, are computed again in full.
+        """
+        if self.arch.index_topk_freq == 1:
+            layers = layers[: num_recomputed if self._trainer.keep_index_choice == "all" else 0]
+        return self.choice() * sum(chooses_keys(self.arch, index) for index in layers)
 
     def logprob_chunk(self) -> float:
         """Return the logits of a chunk in FP32, which become their gradient, and the matrix's gradient in FP32.
@@ -352,6 +359,11 @@ class Row:
         """Return the rows that this rank's experts compute; ranks that share an expert gather each other's."""
         gathered = self.expert_tensor
         return self.s * self.arch.num_experts_per_tok * gathered * self._imbalance
+
+
+def recomputation_chooses(arch: Architecture, trainer: Trainer) -> bool:
+    """Return whether the keys of layers that are computed again in full are chosen again."""
+    return trainer.keep_index_choice == "none" and arch.index_topk_freq == 1
 
 
 def has_experts(weights: Iterable[Weight]) -> bool:

@@ -47,12 +47,17 @@ from functools import lru_cache
 from itertools import groupby
 
 from posttrain.config.derived import stage_chunks
-from posttrain.config.families import chooses_keys
 from posttrain.config.schema import Architecture, Config, Parallel, Trainer
 from posttrain.plan.flags.indexer_kernel import FUSED as FUSED_INDEXER
 from posttrain.plan.flags.indexer_kernel import indexer_kernel
 from posttrain.plan.flags.sparse_kernels import FUSED, sparse_kernel
-from posttrain.plan.sizing.activations import MicroBatch, cached_row, has_experts, most_in_flight
+from posttrain.plan.sizing.activations import (
+    MicroBatch,
+    cached_row,
+    has_experts,
+    most_in_flight,
+    recomputation_chooses,
+)
 from posttrain.plan.sizing.assumptions import Assumptions
 from posttrain.plan.sizing.attention_cuda import Attention, Layer
 from posttrain.plan.sizing.memory import BYTES, layer_kinds
@@ -215,6 +220,7 @@ class _Moments:
         )
         self._row = row = cached_row(arch, trainer, cuts, batch, imbalance)
         self._p, self._narrow = row.p, row.p if row.p < FP32 else 0
+        self._chooses_again = recomputation_chooses(arch, trainer)
         self._attention = Attention(arch, row, batch.longest, has_kernel, is_indexer_fused)
         self._kinds, self._kind_of = layer_kinds(arch)
         asked = min(batch.tokens, batch.num_sequences * longest_response)
@@ -254,8 +260,7 @@ class _Moments:
         elif trainer.recompute_granularity == "full":
             inputs, whole = min(trainer.recompute_num_layers, len(layers)), layers[trainer.recompute_num_layers :]
         is_handed_on = layers.stop < self._arch.num_hidden_layers
-        shared = self._row.shared_choice()
-        choices = shared * sum(chooses_keys(self._arch, index) for index in layers) if shared else 0.0
+        choices = self._row.kept_choice(layers, len(layers) - len(whole))
         return (inputs + is_handed_on) * self._thin + choices + sum(self._saved(self._kind_of[i]) for i in whole)
 
     def layer_backward(self, kind: int, num_layers: int) -> Moment:
@@ -272,7 +277,8 @@ class _Moments:
             first -= self._saved(kind)  # it is among what is kept
         elif self._trainer.recompute_method == "uniform":
             first += (min(self._trainer.recompute_num_layers, num_layers) - 1) * self._saved(kind)
-        alone = max(self._attention.choosing(layer, True), attention + self._attention.gradients(layer))
+        choosing = self._attention.choosing(layer, True) if self._chooses_again else 0.0
+        alone = max(choosing, attention + self._attention.gradients(layer))
         if "mla_up_proj" in self._modules:
             alone += self._attention.copied(layer)
             attention -= self._attention.dropped(layer)  # until the MLP's gradient is known

@@ -36,6 +36,7 @@ from posttrain.config.derived import (
 from posttrain.config.schema import Config, Parallel
 from posttrain.plan.flags.indexer_kernel import FUSED, indexer_kernel
 from posttrain.plan.flags.sparse_kernels import CUDNN, TILELANG, sparse_kernel
+from posttrain.plan.sizing.activations import recomputation_chooses
 from posttrain.plan.sizing.engine import engine_memory
 from posttrain.plan.sizing.evaluation import evaluation_nodes, serving_config
 from posttrain.plan.sizing.memory import BYTES, GIB
@@ -217,6 +218,7 @@ def _trainer(config: Config, num_gpus: int, stages: tuple[int, ...], parallel: P
         num_updates=updates,
         kernel=SPARSE_KERNELS.get(sparse_kernel(config).name) if work.mean_tokens > topk else None,
         is_indexer_fused=indexer_kernel(config).name == FUSED,
+        chooses_again=recomputation_chooses(config.model.architecture, config.trainer),
         recompute=recomputed_share(config),
         recompute_modules=tuple(config.trainer.recompute_modules),
         fitted=FITTED,

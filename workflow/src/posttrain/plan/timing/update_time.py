@@ -80,6 +80,7 @@ class Trainer:
         recompute_modules: Modules of every layer that are computed again (`trainer.recompute_modules`).
         kernel: Of attention, one of `attainable.ATTENTION_TFLOPS`; None: torch's.
         is_indexer_fused: Keys are chosen by kernels in BF16; else in torch, in FP32.
+        chooses_again: Layers that are computed again in full choose keys again.
         trains_all: False: only adapters, which cost nothing here.
         overlaps: Gradients and weights travel while others compute.
         imbalance: Rows of the busiest rank's experts over the mean.
@@ -100,6 +101,7 @@ class Trainer:
     recompute_modules: tuple[str, ...] = ()
     kernel: str | None = None
     is_indexer_fused: bool = False
+    chooses_again: bool = True
     trains_all: bool = True
     overlaps: bool = True
     imbalance: float = ASSUMPTIONS.expert_imbalance
@@ -132,7 +134,7 @@ def train_causes(trainer: Trainer, num_samples: int, mean_tokens: float) -> dict
     tokens = _row_tokens(trainer, num_samples, mean_tokens)
     forward, backward = _layer(trainer, tokens, mean_tokens), _layer(trainer, tokens, mean_tokens, is_backward=True)
     layer = {cause: forward.get(cause, 0.0) + backward.get(cause, 0.0) for cause in forward | backward}
-    if again := _again(trainer, forward, tokens / trainer.context):
+    if again := _again(trainer, forward, tokens / trainer.context, mean_tokens):
         layer["recomputation"] = again
     return _step(trainer, layer, _output(trainer, tokens, passes=3), tokens, backward)
 
@@ -205,7 +207,7 @@ def _layer(trainer: Trainer, tokens: float, length: float, is_backward: bool = F
     return causes
 
 
-def _again(trainer: Trainer, forward: dict[str, float], on_rank: float) -> float:
+def _again(trainer: Trainer, forward: dict[str, float], on_rank: float, length: float) -> float:
     """Return the seconds of what is computed again, of a layer of average.
 
     Norms pass the hidden state four times. Queries, keys and values are projected from latents, rotated, laid out and
@@ -228,13 +230,14 @@ def _again(trainer: Trainer, forward: dict[str, float], on_rank: float) -> float
         "moe": routed + matrices["shared_experts"] + inside + gathered,
     }
     modules = sum(seconds[module] for module in trainer.recompute_modules)
-    return trainer.recompute * sum(forward.values()) + modules
+    kept = 0.0 if trainer.chooses_again else _choosing(trainer, on_rank, length) + matrices["indexer"]
+    return trainer.recompute * (sum(forward.values()) - kept) + modules
 
 
 @functools.cache
 def _module_elements(arch: Architecture) -> dict[str, float]:
     """Return the matrices' elements by module of a layer of average."""
-    sums: Counter[str] = Counter(dense_mlp=0, shared_experts=0)
+    sums: Counter[str] = Counter(dense_mlp=0, shared_experts=0, indexer=0)
     for weight in chain(*decoder_weights(arch)):
         sums[weight.component] += weight.num_elements
     width, query = arch.qk_nope_head_dim + arch.v_head_dim, arch.qk_nope_head_dim + arch.qk_rope_head_dim
@@ -258,23 +261,28 @@ def _attention(trainer: Trainer, on_rank: float, length: float) -> tuple[tuple[f
         width = head_widths(arch)
     work = 2 * arch.num_attention_heads / trainer.tensor * width * attended
     forward, backward = attainable.attention(hardware, kernel, length)
-    scores = 0.0
-    if is_sparse:
-        rate = attainable.gemm(hardware) if trainer.is_indexer_fused else attainable.fp32_gemm(hardware)
-        per_pair = 2 * arch.index_n_heads * arch.index_head_dim / rate
-        per_pair += indexer_bytes(arch, trainer.is_indexer_fused) / attainable.memory(hardware)
-        scores = pairs / trainer.tensor * per_pair * num_indexers(arch) / arch.num_hidden_layers
-        scores += _choice_exchange(trainer, on_rank, length)
+    scores = _choosing(trainer, on_rank, length) + _gathered_places(trainer, on_rank, length) if is_sparse else 0.0
     return (work / forward, attainable.ATTENTION_BACKWARD * work / backward), scores
 
 
-def _choice_exchange(trainer: Trainer, on_rank: float, length: float) -> float:
-    """Return the seconds in which tensor-parallel ranks deal queries, gather keys and the places of those chosen."""
-    arch, tensor = trainer.arch, trainer.tensor
+def _choosing(trainer: Trainer, on_rank: float, length: float) -> float:
+    """Return the seconds of scores and choices, for which tensor-parallel ranks deal queries and gather keys."""
+    arch, hardware, tensor = trainer.arch, trainer.hardware, trainer.tensor
+    if not arch.index_n_heads or length <= arch.index_topk:
+        return 0.0
+    rate = attainable.gemm(hardware) if trainer.is_indexer_fused else attainable.fp32_gemm(hardware)
+    per_pair = 2 * arch.index_n_heads * arch.index_head_dim / rate
+    per_pair += indexer_bytes(arch, trainer.is_indexer_fused) / attainable.memory(hardware)
     dealt = (P * arch.q_lora_rank + FP32 * arch.index_n_heads) / tensor
-    chosen = (dealt + P * arch.index_head_dim) * num_indexers(arch) / arch.num_hidden_layers
-    places = arch.index_topk * (2 if length <= 2**15 else 4)
-    return on_rank * (chosen + places) * (tensor - 1) / tensor / attainable.link(trainer.hardware, tensor)
+    sent = (dealt + P * arch.index_head_dim) * (tensor - 1) / tensor
+    per_query = (length + 1) / 2 / tensor * per_pair + sent / attainable.link(hardware, tensor)
+    return on_rank * per_query * num_indexers(arch) / arch.num_hidden_layers
+
+
+def _gathered_places(trainer: Trainer, on_rank: float, length: float) -> float:
+    """Return the seconds in which tensor-parallel ranks gather the places of the keys that each has chosen."""
+    tensor, places = trainer.tensor, trainer.arch.index_topk * (2 if length <= 2**15 else 4)
+    return on_rank * places * (tensor - 1) / tensor / attainable.link(trainer.hardware, tensor)
 
 
 def indexer_bytes(arch: Architecture, is_fused: bool) -> float:

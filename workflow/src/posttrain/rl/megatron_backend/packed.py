@@ -75,7 +75,8 @@ class PackedSequences(PackedSeqParams):
         order: [T] int64, position of each of the row's tokens in the concatenation by rank; None: unchanged.
         turn: This rank's tensor-parallel rank r and their number n.
         dealt: Mapping of this rank's dealt tokens to blocks n times narrower than those of `queries`.
-        choices: Layer number -> its choice of keys, for the layers that reuse it (`glm5.choice`).
+        choices: Layer number -> its choice of keys, for layers that reuse it and for recomputation (`glm5.choice`).
+        is_differentiated: A backward pass follows.
         routes: Layer number -> experts of this rank's tokens [T_own, K], if the router does not choose them.
     """
 
@@ -88,6 +89,7 @@ class PackedSequences(PackedSeqParams):
     turn: tuple[int, int]
     dealt: Spread
     choices: dict[int, torch.Tensor] = field(default_factory=dict)
+    is_differentiated: bool = field(default_factory=torch.is_grad_enabled)
     routes: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
     @staticmethod

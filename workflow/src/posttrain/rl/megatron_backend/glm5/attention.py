@@ -52,6 +52,7 @@ class SparseCoreAttention(MegatronModule):
         self.chooser = source_dsa_compute_layer(layer_number, offset, frequency)
         self.indexer = Indexer(config) if self.chooser == layer_number else None
         self.is_shared = frequency > 1
+        self.keeps_choice = config.keep_index_choice == "all"
         self.kernel = load_kernel(config)
 
     def forward(
@@ -120,9 +121,16 @@ class SparseCoreAttention(MegatronModule):
         if choice is None:
             assert self.indexer is not None, f"layer {self.chooser} has not chosen keys before"
             choice = self.indexer.choose(x.squeeze(1), q_latent, frequencies, sequences)
-            if self.is_shared:
+            if self.is_shared or (self.keeps_choice and is_computed_again(sequences)):
                 sequences.choices[self.chooser] = choice
+        elif not self.is_shared:  # this is the recomputation, the only reader
+            del sequences.choices[self.chooser]
         return gather_dealt(choice, sequences.turn[1])
+
+
+def is_computed_again(sequences: PackedSequences) -> bool:
+    """Return whether a recomputation follows: a checkpointed layer runs first without gradients."""
+    return sequences.is_differentiated and not torch.is_grad_enabled()
 
 
 class Glm5SelfAttention(LatentAttention):
