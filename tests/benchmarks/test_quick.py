@@ -12,7 +12,7 @@ from benchmarks.claims import MissingEnvironment
 
 FOLDER = Path(next(iter(benchmarks.__path__)))
 # What others import, or run as a process of their own.
-HELPERS = {"claims", "measuring", "trainer_loops", "trainer_sides", "update_simulation"}
+HELPERS = {"claims", "measuring", "scripted_engine", "trainer_loops", "trainer_sides", "update_simulation"}
 NAMES = sorted({path.stem for path in FOLDER.glob("*.py")} - HELPERS)
 
 

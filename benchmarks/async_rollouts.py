@@ -1,0 +1,251 @@
+"""Training with engines that run ahead, beside synchronous steps, on the wall clock.
+
+    python -m benchmarks.async_rollouts
+
+An engine in a process of its own takes a fixed time for each token, however many requests it has; lengths are
+log-normal (sigma 1, at most 8 medians). An update takes a fixed time, too. Both sleep. All else is the product's:
+coordinator or generator and queue, engine client, graders, files, publisher and training loop. The bound is the time of
+whichever side takes longer, if both work without a pause: the rollout and the update of a synchronous step, over the
+update alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import multiprocessing
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from benchmarks import claims
+from benchmarks.scripted_engine import SECRET, length_of, serve
+
+from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
+from posttrain.config.schema import Config
+from posttrain.plan.resolve import resolve
+from posttrain.rl.data.chat import ChatTokenizer
+from posttrain.rl.engines.client import EngineClient
+from posttrain.rl.engines.event_loop import EventLoop, LoopThread
+from posttrain.rl.engines.ports import choose_free_ports
+from posttrain.rl.reward.graders import GraderPool
+from posttrain.rl.rollout.coordinator import RolloutCoordinator
+from posttrain.rl.rollout.generator import TrajectoryGenerator
+from posttrain.rl.rollout.queue_store import QueueStore
+from posttrain.rl.rollout.source import QueueSource, SharedSource
+from posttrain.rl.training.loop import train
+from posttrain.rl.training.run import TrainingRun
+from posttrain.rl.weight_sync.engine_layout import EngineShards
+from posttrain.rl.weight_sync.publish import WeightPublisher
+from posttrain.types import Prompt, RolloutResult
+
+CONFIG_DIR = Path(__file__).parents[1] / "config"
+GROUPS, SAMPLES, MEDIAN_TOKENS, MOST_MEDIANS = 8, 8, 24, 8
+# Staleness -> goal over synchronous steps, by the update's time as a share of the rollout's.
+GOALS = {1.0: {1: 1.8, 4: 1.9}, 0.5: {1: 1.7, 4: 2.5}}
+# Steps before the queue is full, which are not timed.
+WARM_UP = 5
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One training.
+
+    Args:
+        seconds_per_step: Wall clock of a step, after the warm-up.
+        rollout_seconds: Time of the longest response of a step, mean.
+        staleness: Age of a token in updates -> share.
+        trained: Lengths of the trajectories trained on.
+    """
+
+    seconds_per_step: float
+    rollout_seconds: float
+    staleness: dict[int, float]
+    trained: Counter[int]
+
+
+class ScriptedRun(TrainingRun):
+    """A run whose update sleeps; it keeps when each step ended and what it trained on."""
+
+    update_seconds = 0.0
+
+    def __init__(self, *arguments: Any, **named: Any):
+        super().__init__(*arguments, **named)
+        self.ended: list[float] = []
+        self.rollouts: list[RolloutResult] = []
+
+    def reseed(self, step: int) -> None:
+        """Do without random numbers."""
+
+    def make_updates(self, groups: Sequence[Any]) -> list[Any]:
+        """Do without micro-batches."""
+        return []
+
+    def with_old_logprobs(self, step: int, updates: Sequence[Any]) -> list[Any]:
+        """Do without log-probabilities."""
+        return []
+
+    def train_on(self, *_: Any) -> tuple[list[Any], None]:
+        """Take the time of an update."""
+        time.sleep(self.update_seconds)
+        return [], None
+
+    def checkpoint_is_due(self, finished: int) -> bool:
+        """Save nothing."""
+        return False
+
+    def canary_of(self, finished: int, rollout: RolloutResult) -> None:
+        """Keep nothing."""
+
+    def log_step(self, step: int, rollout: RolloutResult, *_: Any) -> dict[str, float]:
+        """Note the time and the groups."""
+        self.ended.append(time.perf_counter())
+        self.rollouts.append(rollout)
+        return {}
+
+
+class NoState:
+    """The checkpoints of a run that saves none."""
+
+    def restore(self) -> int:
+        """Begin."""
+        return 0
+
+    def finish_save(self, clock: Any) -> None:
+        """Wait for nothing."""
+
+    def remove_leftovers(self) -> None:
+        """Leave nothing behind."""
+
+
+class OneTensor:
+    """The served values of a model with one tensor."""
+
+    def gather(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield it."""
+        yield "model.norm.weight", torch.zeros(8)
+
+
+def main() -> None:
+    """Measure both lengths of an update, each synchronous and at two bounds of staleness."""
+    _measure(num_steps=25, token_seconds=0.008)
+
+
+def quick() -> None:
+    """Run the same code for seconds."""
+    _measure(num_steps=WARM_UP + 2, token_seconds=0.0005)
+
+
+def _measure(num_steps: int, token_seconds: float) -> None:
+    logging.getLogger("posttrain").setLevel(logging.ERROR)
+    rollout_seconds = _longest_of_step() * token_seconds
+    rows = []
+    for share, goals in GOALS.items():
+        update_seconds = share * rollout_seconds
+        timed = {k: _train(k, num_steps, token_seconds, update_seconds) for k in (0, *goals)}
+        for k, one in timed.items():
+            ratio = timed[0].seconds_per_step / one.seconds_per_step
+            bound = 1.0 if not k else (timed[0].rollout_seconds + update_seconds) / max(
+                update_seconds, timed[0].rollout_seconds if k == 1 else 0.0
+            )  # fmt: skip
+            ages = ", ".join(f"{age}: {part:.0%}" for age, part in one.staleness.items())
+            rows.append((share, k, f"{one.seconds_per_step:.2f}", f"{ratio:.2f}", f"{bound:.2f}", ages))
+            if k:
+                claims.report(f"update {share:g} of a rollout, staleness {k}", ratio, goals[k], at_least=True)
+    claims.report_table(
+        ("update / rollout", "max_staleness", "s a step", "over synchronous", "bound", "tokens by age in updates"), rows
+    )
+
+
+def _longest_of_step(steps: int = 400) -> float:
+    """Return the mean tokens of the longest response of a step."""
+    size = GROUPS * SAMPLES
+    longest = [
+        max(length_of(step * size + i, MEDIAN_TOKENS, MOST_MEDIANS) for i in range(size)) for step in range(steps)
+    ]
+    return sum(longest) / steps
+
+
+def _train(max_staleness: int, num_steps: int, token_seconds: float, update_seconds: float) -> Timed:
+    words = {
+        "rollout.rollout_batch_size": GROUPS,
+        "rollout.num_samples_per_prompt": SAMPLES,
+        "rollout.max_response_tokens": MEDIAN_TOKENS * MOST_MEDIANS,
+        "training.global_batch_size": GROUPS * SAMPLES,
+        "training.num_steps": num_steps,
+        "rollout.max_staleness": max_staleness,
+        "algorithm.preset": "tis",
+        "rollout.fp8": "false",
+        "trainer.max_tokens_per_gpu": 4096,
+    }
+    settings = " ".join(f"{key}={value}" for key, value in words.items())
+    config = resolve({"model": "tiny", "site": "local", "set": settings}, CONFIG_DIR).config
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=0, world_size=1)
+            stack.callback(dist.destroy_process_group)
+        run = _open(config, folder, token_seconds, stack)
+        run.update_seconds = update_seconds
+        train(run)
+    return _timed(run, token_seconds)
+
+
+def _open(config: Config, folder: Path, token_seconds: float, stack: ExitStack) -> ScriptedRun:
+    """Return a run of the product's parts, its policy and checkpoints left out."""
+    (port,) = choose_free_ports(1)
+    engine = multiprocessing.get_context("spawn").Process(
+        target=serve, args=(port, token_seconds, MEDIAN_TOKENS, MOST_MEDIANS), daemon=True
+    )
+    engine.start()
+    stack.callback(engine.kill)
+    is_ahead = config.rollout.max_staleness > 0
+    runner: EventLoop = stack.enter_context(LoopThread()) if is_ahead else stack.enter_context(asyncio.Runner())
+    client = EngineClient([f"http://127.0.0.1:{port}"], SECRET, 120.0)
+    runner.run(client.__aenter__())
+    stack.callback(lambda: runner.run(client.__aexit__(None, None, None)))
+    make_tokenizer(config.model.architecture.max_position_embeddings).save_pretrained(folder / "hf")
+    tokenizer = ChatTokenizer(folder / "hf", config.data.chat_template_kwargs)
+    prompts = [Prompt(i, ({"role": "user", "content": f"{i:04d}"},), f"{i:04d}") for i in range(4096)]
+    graders = stack.enter_context(GraderPool.of(config))
+    store = QueueStore(folder / "rollouts")
+    if is_ahead:
+        generator = TrajectoryGenerator(config, prompts, tokenizer, client, store, graders)
+        source: SharedSource = QueueSource(runner, None, 120.0, client, generator, runs_ahead=True)
+    else:
+        maker = RolloutCoordinator(config, prompts, tokenizer, client, store, graders)
+        source = SharedSource(runner, None, 120.0, client, maker)
+    shards = EngineShards(OneTensor(), client, runner)  # type: ignore[arg-type]
+    publisher = WeightPublisher(config, shards, folder / "served", folder / "hf")
+    given: dict[str, Any] = {"policy": None, "objective": None, "comparison": None, "state": NoState()}
+    return ScriptedRun(config, source=source, publisher=publisher, sinks=None, traces=folder, **given)
+
+
+def _timed(run: ScriptedRun, token_seconds: float) -> Timed:
+    ages, lengths = Counter[int](), Counter[int]()
+    longest = []
+    for step, rollout in enumerate(run.rollouts):
+        trajectories = [one for group in rollout.groups for one in group.trajectories]
+        lengths.update(one.num_sampled for one in trajectories)
+        longest.append(max(one.num_sampled for one in trajectories))
+        for one in trajectories:
+            for span in one.versions:
+                ages[step - (span.version or 0)] += span.num_tokens
+    timed = run.ended[WARM_UP - 1 :]
+    return Timed(
+        seconds_per_step=(timed[-1] - timed[0]) / (len(timed) - 1),
+        rollout_seconds=token_seconds * sum(longest) / len(longest),
+        staleness={age: count / ages.total() for age, count in sorted(ages.items())},
+        trained=lengths,
+    )
+
+
+if __name__ == "__main__":
+    claims.start(main, quick)
