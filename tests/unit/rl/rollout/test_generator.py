@@ -1,0 +1,220 @@
+"""Groups ahead of the trainer: what is asked of the engines, what is kept, and what happens when one fails."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from posttrain.checkpoint.tiny.tokenizer import CHARACTERS, make_tokenizer
+from posttrain.errors import CheckpointError
+from posttrain.plan.resolve import resolve
+from posttrain.rl.data.chat import ChatTokenizer
+from posttrain.rl.engines.calls import EngineError
+from posttrain.rl.engines.client import EngineClient
+from posttrain.rl.reward.graders import GraderPool
+from posttrain.rl.rollout.generator import TrajectoryGenerator
+from posttrain.rl.rollout.queue_store import QueueStore
+from posttrain.types import Prompt, VersionSpan
+
+CONFIG = Path(__file__).parents[4] / "config"
+SETTINGS = {
+    "rollout.rollout_batch_size": 2,
+    "rollout.num_samples_per_prompt": 2,
+    "rollout.max_response_tokens": 6,
+    "training.global_batch_size": 4,
+    "training.num_steps": 4,
+    "training.seed": 42,
+    "rollout.max_staleness": 1,
+    "algorithm.preset": "tis",
+}
+PROMPTS = [Prompt(number, ({"role": "user", "content": f"say {number}"},), "7") for number in range(8)]
+DIGIT = CHARACTERS.index("7")
+
+
+class Engine:
+    """Answers requests with `answers` in turn, then with one digit; "die" ends the connection."""
+
+    def __init__(self, *answers: Any):
+        self.answers, self.asked = [*answers], list[dict[str, Any]]()
+        self.version = "0"
+
+    async def generate(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.asked.append(body)
+        tokens, reason = self.answer(body)
+        if reason == "die":
+            request.transport.close()
+        meta = {"finish_reason": {"type": reason}, "weight_version": self.version}
+        meta["output_token_logprobs"] = [[-0.5, token, None] for token in tokens]
+        return web.json_response([{"output_ids": tokens, "meta_info": meta}])
+
+    def answer(self, body: dict[str, Any]) -> tuple[list[int], str]:
+        return self.answers.pop(0) if self.answers else ([DIGIT], "stop")
+
+    async def other(self, request: web.Request) -> web.Response:
+        return web.json_response({"success": True, "status": "ok"})
+
+
+class AbortingEngine(Engine):
+    """Aborts its first request after two tokens and, when it is asked for the rest, before the next one."""
+
+    def answer(self, body: dict[str, Any]) -> tuple[list[int], str]:
+        rest = [one for one in self.asked if one["sampling_params"][0]["max_new_tokens"] == 4]
+        if len(self.asked) == 1:
+            return [DIGIT, DIGIT], "abort"
+        return ([], "abort") if body in rest and len(rest) == 1 else ([DIGIT], "stop")
+
+
+Story = Callable[[TrajectoryGenerator, QueueStore], Coroutine[Any, Any, None]]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer(256).save_pretrained(folder)
+    return ChatTokenizer(folder)
+
+
+@pytest.fixture
+def play(tokenizer: ChatTokenizer, tmp_path: Path) -> Callable[..., None]:
+    """Return what runs a story with some engines, and settings on top of the usual ones."""
+
+    async def run(story: Story, engines: tuple[Engine, ...], settings: dict[str, Any]) -> None:
+        words = SETTINGS | {key.replace("__", "."): value for key, value in settings.items()}
+        overrides = " ".join(f"{key}={value}" for key, value in words.items())
+        config = resolve({"model": "tiny", "site": "local", "set": overrides}, CONFIG).config
+        servers = []
+        for engine in engines:
+            application = web.Application()
+            application.router.add_post("/generate", engine.generate)
+            application.router.add_post("/{path:.*}", engine.other)
+            servers.append(TestServer(application))
+            await servers[-1].start_server()
+        urls = [str(server.make_url("")).rstrip("/") for server in servers]
+        store = QueueStore(tmp_path / "rollouts")
+        try:
+            with GraderPool.of(config) as graders:
+                async with EngineClient(urls, "secret", 10.0) as client:
+                    generator = TrajectoryGenerator(config, PROMPTS, tokenizer, client, store, graders)
+                    await story(generator, store)
+        finally:
+            for server in servers:
+                await server.close()
+
+    def play(story: Story, *engines: Engine, **settings: Any) -> None:
+        asyncio.run(asyncio.wait_for(run(story, engines, settings), 60))
+
+    return play
+
+
+def seed_of(position: int, prompt: int, index: int, attempt: int) -> int:
+    name = [42, f"position {position}", prompt, index, *([attempt] if attempt else [])]
+    return int.from_bytes(hashlib.sha256(json.dumps(name).encode()).digest()[:4], "big") // 2
+
+
+def test_an_aborted_response_goes_on_with_its_tokens(play: Callable[..., None]) -> None:
+    """The rest is asked for with prompt and tokens so far, a seed of its own, and keeps each token's version."""
+    engine = AbortingEngine()
+
+    async def story(generator: TrajectoryGenerator, store: QueueStore) -> None:
+        await generator.begin(0)
+        groups = (await generator.collect(0)).groups
+        await generator.resume(1)
+        groups += (await generator.collect(1)).groups
+        first, second, third = (
+            engine.asked[0],
+            *(body for body in engine.asked[1:] if body["sampling_params"][0]["max_new_tokens"] < 6),
+        )
+        prompt = first["input_ids"][0]
+        assert second["input_ids"][0] == third["input_ids"][0] == [*prompt, DIGIT, DIGIT]
+        assert second["sampling_params"][0]["max_new_tokens"] == 4
+        seeds = [body["sampling_params"][0]["sampling_seed"] for body in (first, second, third)]
+        ((group, joined),) = ((g, one) for g in groups for one in g.trajectories if one.num_sampled == 3)
+        assert seeds == [
+            seed_of(group.position, joined.prompt_id, joined.sample_index, attempt) for attempt in range(3)
+        ]
+        assert joined.finish_reason == "stop"
+        assert [one for one in joined.versions if one.num_tokens] == [VersionSpan(0, 2), VersionSpan(0, 1)]
+
+    play(story, engine)
+
+
+def test_an_engine_that_dies_gives_its_requests_to_the_other(play: Callable[..., None]) -> None:
+    """The trainer hears of it, and the step's groups are complete."""
+    dying, other = Engine(*[([], "die")] * 50), Engine()
+
+    async def story(generator: TrajectoryGenerator, store: QueueStore) -> None:
+        await generator.begin(0)
+        with pytest.raises(EngineError, match="engine 0"):
+            await generator.collect(0)
+        rollout = await generator.collect(0)
+        assert len(rollout.groups) == 2
+
+    play(story, dying, other)
+    assert len(other.asked) >= 4
+
+
+def test_a_step_is_on_disk_before_it_is_trained_on(play: Callable[..., None]) -> None:
+    """Finished groups wait as files; the step takes them by one rename, and a second attempt takes the same."""
+
+    engine = Engine()
+
+    async def story(generator: TrajectoryGenerator, store: QueueStore) -> None:
+        await generator.begin(0)
+        rollout = await generator.collect(0)
+        assert store.read_step(0, 2) == rollout.groups
+        first_open, others = store.read_done(1)
+        assert {*range(first_open), *others} == {group.position for group in rollout.groups}
+        engine.version = "1"
+        await generator.resume(1)
+        second = await generator.collect(1)
+        waiting = {group.position for group in store.read_groups()}
+        assert not waiting & {group.position for group in (*rollout.groups, *second.groups)}
+
+    async def again(generator: TrajectoryGenerator, store: QueueStore) -> None:
+        kept = [store.read_step(step, 2) for step in (0, 1)]
+        await generator.begin(0)
+        for step in (0, 1):
+            replayed = await generator.collect(step)
+            assert (replayed.groups, replayed.num_replayed) == (kept[step], 2)
+            engine.version = str(step + 1)
+            await generator.resume(step + 1)
+        third = await generator.collect(2)
+        positions = [group.position for groups in (*kept, third.groups) for group in groups]
+        assert len({*positions}) == 6
+
+    play(story, engine)
+    engine.version = "0"
+    play(again, engine)
+
+
+def test_versions_that_the_engines_cannot_have_end_the_run(play: Callable[..., None]) -> None:
+    """A token of a later version than the trainer published is from weights that nobody knows."""
+    engine = Engine()
+    engine.version = "9"
+
+    async def story(generator: TrajectoryGenerator, store: QueueStore) -> None:
+        await generator.begin(0)
+        with pytest.raises(RuntimeError, match="'9'"):
+            await generator.collect(0)
+
+    play(story, engine)
+
+
+def test_a_run_without_its_record_is_refused(play: Callable[..., None]) -> None:
+    """Without the positions that finished steps have trained on, prompts could be trained on twice."""
+
+    async def story(generator: TrajectoryGenerator, store: QueueStore) -> None:
+        with pytest.raises(CheckpointError) as caught:
+            await generator.begin(2)
+        assert caught.value.code == "rollout-invalid"
+
+    play(story, Engine())
