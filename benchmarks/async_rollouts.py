@@ -4,9 +4,8 @@
 
 An engine in a process of its own takes a fixed time for each token, however many requests it has; lengths are
 log-normal (sigma 1, at most 8 medians). An update takes a fixed time, too. Both sleep. All else is the product's:
-coordinator or generator and queue, engine client, graders, files, publisher and training loop. The bound is the time of
-whichever side takes longer, if both work without a pause: the rollout and the update of a synchronous step, over the
-update alone.
+coordinator or generator and queue, engine client, graders, files, publisher and training loop. With a staleness of k,
+k + 1 rollouts run at a time, so the gain is at most k + 1, and at most a synchronous step over an update.
 """
 
 from __future__ import annotations
@@ -152,9 +151,8 @@ def _measure(num_steps: int, token_seconds: float) -> None:
         timed = {k: _train(k, num_steps, token_seconds, update_seconds) for k in (0, *goals)}
         for k, one in timed.items():
             ratio = timed[0].seconds_per_step / one.seconds_per_step
-            bound = 1.0 if not k else (timed[0].rollout_seconds + update_seconds) / max(
-                update_seconds, timed[0].rollout_seconds if k == 1 else 0.0
-            )  # fmt: skip
+            both = timed[0].rollout_seconds + update_seconds
+            bound = min(k + 1, both / update_seconds)
             ages = ", ".join(f"{age}: {part:.0%}" for age, part in one.staleness.items())
             rows.append((share, k, f"{one.seconds_per_step:.2f}", f"{ratio:.2f}", f"{bound:.2f}", ages))
             if k:
