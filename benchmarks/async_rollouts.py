@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from benchmarks import claims
+from benchmarks.claims import report, report_table, start
 from benchmarks.scripted_engine import SECRET, length_of, serve
 
 from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
@@ -156,8 +156,8 @@ def _measure(num_steps: int, token_seconds: float) -> None:
             ages = ", ".join(f"{age}: {part:.0%}" for age, part in one.staleness.items())
             rows.append((share, k, f"{one.seconds_per_step:.2f}", f"{ratio:.2f}", f"{bound:.2f}", ages))
             if k:
-                claims.report(f"update {share:g} of a rollout, staleness {k}", ratio, goals[k], at_least=True)
-    claims.report_table(
+                report(f"update {share:g} of a rollout, staleness {k}", ratio, goals[k], at_least=True)
+    report_table(
         ("update / rollout", "max_staleness", "s a step", "over synchronous", "bound", "tokens by age in updates"), rows
     )
 
@@ -246,4 +246,4 @@ def _timed(run: ScriptedRun, token_seconds: float) -> Timed:
 
 
 if __name__ == "__main__":
-    claims.start(main, quick)
+    start(main, quick)
