@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import shutil
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -205,8 +206,51 @@ def test_versions_that_the_engines_cannot_have_end_the_run(play: Callable[..., N
         await generator.begin(0)
         with pytest.raises(RuntimeError, match="'9'"):
             await generator.collect(0)
+        assert not [*store.read_groups()], "a later attempt would train on it"
 
     play(story, engine)
+
+
+def test_a_request_that_an_engine_refuses_waits_for_the_trainer(play: Callable[..., None]) -> None:
+    """An engine that answers is not left out, so the same request would fail again and again."""
+    engine = Engine(*[([DIGIT] * 7, "stop")] * 8)  # more tokens than asked for
+
+    async def story(generator: TrajectoryGenerator, store: QueueStore) -> None:
+        await generator.begin(0)
+        with pytest.raises(EngineError, match="engine 0"):
+            await generator.collect(0)
+        await asyncio.sleep(0.2)
+        assert len(engine.asked) == 8  # one for each response that may run
+        await generator.resume(0)
+        assert len((await generator.collect(0)).groups) == 2
+
+    play(story, engine)
+
+
+def test_a_group_of_weights_that_are_lost_is_generated_again(play: Callable[..., None], tmp_path: Path) -> None:
+    """A step's files were removed, so the weights after it will be others."""
+    engine = Engine()
+
+    async def story(generator: TrajectoryGenerator, store: QueueStore) -> None:
+        await generator.begin(0)
+        await generator.collect(0)
+        engine.version = "1"
+        await generator.resume(1)
+        await generator.collect(1)
+        while not (groups := [*store.read_groups()]):
+            await asyncio.sleep(0.01)
+        assert {group.oldest_version for group in groups} == {1}
+
+    async def again(generator: TrajectoryGenerator, store: QueueStore) -> None:
+        kept = [group.position for group in store.read_groups()]
+        await generator.begin(0)
+        assert not {*kept} & {group.position for group in store.read_groups()}
+
+    play(story, engine)
+    engine.version = "0"
+    for folder in (tmp_path / "rollouts").glob("step_*"):
+        shutil.rmtree(folder)
+    play(again, engine)
 
 
 def test_a_run_without_its_record_is_refused(play: Callable[..., None]) -> None:

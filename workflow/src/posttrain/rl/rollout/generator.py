@@ -18,7 +18,7 @@ from posttrain.config.derived import runs_ahead
 from posttrain.config.schema import Config
 from posttrain.rl.data.chat import ChatTokenizer
 from posttrain.rl.data.mixture import PromptMix
-from posttrain.rl.engines.calls import EngineError
+from posttrain.rl.engines.calls import EngineError, NoAnswerError
 from posttrain.rl.engines.client import EngineClient, GenerateRequest, GenerateResult
 from posttrain.rl.engines.sampling_seed import sampling_seed
 from posttrain.rl.reward.graders import GraderPool
@@ -123,10 +123,13 @@ class TrajectoryGenerator:
     async def begin(self, finished: int) -> None:
         """Go on after `finished` steps: take over what earlier attempts stored, and start groups."""
         self._queue = TrajectoryQueue.of(self._config, finished, self._store.read_done(finished))
-        for step, positions in self._store.taken_from(finished).items():
+        taken = self._store.taken_from(finished)
+        for step, positions in taken.items():
             self._queue.reserve(step, positions)
+        # Steps that are taken again lead to these weights; the weights of later versions are lost.
+        newest = finished + len(taken)
         for group in self._store.read_groups():
-            if self._queue.is_open(group.position) and self._is_wanted(group):
+            if self._queue.is_open(group.position) and self._is_wanted(group, newest):
                 self._queue.add_ready(group.position, group.oldest_version or 0)
                 self._ready[group.position] = group
             else:
@@ -208,11 +211,12 @@ class TrajectoryGenerator:
         if self._config.rollout.dynamic_sampling and has_equal_rewards(group) and self._queue.may_drop:
             self._queue.drop(position, EQUAL_REWARDS)
             return
+        oldest = self._checked(group)
         # Stored groups are not graded again, so the limit on grader failures decides about this one later.
         if not has_failures([group]):
             await asyncio.to_thread(self._store.write_group, group)
         self._ready[position] = group
-        self._queue.add_ready(position, self._checked(group))
+        self._queue.add_ready(position, oldest)
 
     async def _respond(self, position: int, prompt: Prompt, index: int, request: GenerateRequest) -> GenerateResult:
         """Return a complete response, of as many requests as it takes."""
@@ -232,7 +236,8 @@ class TrajectoryGenerator:
         log.warning("an engine has failed; its requests are sent again: %s", error)
         self._background.engine_failure = str(error)
         self._background.changed.set()
-        if not self._client.can_sample:
+        # Only an engine that does not answer is left out of what follows; any other would fail again at once.
+        if not (isinstance(error, NoAnswerError) and self._client.can_sample):
             self._background.has_engines.clear()
         await self._background.has_engines.wait()
 
@@ -244,11 +249,12 @@ class TrajectoryGenerator:
             raise RuntimeError(f"engines served weight versions {sorted(wrong)}; the newest is {self._queue.version}")
         return min(version or 0 for version in spans)
 
-    def _is_wanted(self, group: TrajectoryGroup) -> bool:
-        """Return whether a stored group has the prompt of its position; it does not after a change of the data."""
+    def _is_wanted(self, group: TrajectoryGroup, newest: int) -> bool:
+        """Return whether a stored group is of this run's weights and has the prompt of its position."""
         (prompt,) = self._mix.take(group.position, 1)
         size = self._config.rollout.num_samples_per_prompt
-        return (group.prompt, len(group.trajectories)) == (without_columns(prompt), size)
+        is_known = all((one.newest_version or 0) <= newest for one in group.trajectories)
+        return is_known and (group.prompt, len(group.trajectories)) == (without_columns(prompt), size)
 
 
 def _tag(position: int) -> str:
