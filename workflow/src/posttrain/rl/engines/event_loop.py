@@ -1,6 +1,6 @@
-"""The event loop of everything that talks to engines: `asyncio.Runner`, or a loop in a thread of its own.
+"""The event loop of everything that talks to engines: `asyncio.Runner`, or a loop in a separate thread.
 
-A loop in a thread goes on while the trainer computes, so that responses are requested, graded and stored meanwhile.
+A loop in a thread keeps running while the trainer computes, so engines are busy and responses are graded and stored.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Keeps engines busy with groups while the trainer trains, and hands finished ones over. Runs on the trainer's rank 0.
 
-Every trajectory is a request of its own, so a group is graded, stored and queued as soon as its last response ends.
+Every trajectory is a separate request, so a group is graded, stored and queued as soon as its last response ends.
 `queue.TrajectoryQueue` decides which groups start and which ones a step trains on. A request that ends early, because
 its engine got new weights or died, is asked again for the rest, with the tokens that it has.
 """
@@ -36,7 +36,7 @@ EQUAL_REWARDS = "equal_rewards"
 
 @dataclass
 class PartialResponse:
-    """What engines have sampled of a response so far.
+    """The part of a response that engines have sampled so far.
 
     Args:
         output_ids: The tokens.

@@ -138,7 +138,7 @@ class TrajectoryQueue:
         self._num_ready_ever += 1
 
     def drop(self, position: int, reason: str) -> None:
-        """Give up a group; another one may start in its place."""
+        """Drop a group; another may start in its place."""
         del self._waiting[position]
         self._num_running -= 1
         self._done.add(position)

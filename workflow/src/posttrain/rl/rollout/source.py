@@ -39,7 +39,7 @@ class RolloutSource(Protocol):
         """Wait until samples can be requested; during a step (from 0), if engines restart."""
 
     def begin(self, finished: int) -> None:
-        """Note that the engines have the weights after `finished` steps, of which training goes on."""
+        """Start after `finished` steps, whose weights the engines have."""
 
     def publishing(self, version: int) -> AbstractContextManager[bool]:
         """Let engines get new weights during the block; gives whether requests run meanwhile."""
@@ -146,7 +146,7 @@ class QueueSource(SharedSource):
     """Rollouts from a queue of groups, which engines may fill while the trainer trains.
 
     Args:
-        runner: Runs in a thread of its own.
+        runner: Runs in a separate thread.
         share: See `SharedSource`.
         start_timeout_seconds: See `SharedSource`.
         client: See `SharedSource`.

@@ -111,7 +111,7 @@ def open_run(
 
 
 def _open_loop(config: Config, stack: ExitStack) -> EventLoop:
-    """Return the loop of everything that talks to engines; it goes on by itself if engines run ahead."""
+    """Return the loop of everything that talks to engines; it runs in a thread if engines run ahead."""
     return stack.enter_context(LoopThread()) if runs_ahead(config) else stack.enter_context(asyncio.Runner())
 
 
