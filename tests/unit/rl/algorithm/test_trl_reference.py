@@ -8,7 +8,7 @@ packed, in two micro-batches. The second update of a rollout has ratios that cli
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,16 +17,21 @@ from typing import Any
 import pytest
 import torch
 from tests.support.algorithms import objective
+from tests.support.trl_trainers import (
+    ADAMW,
+    LONGEST,
+    TEMPERATURE,
+    assert_equal_moves,
+    logprobs_of,
+    make_llama,
+    make_trainer,
+)
 
-from posttrain.rl.algorithm.logprobs import chunked_logprobs
 from posttrain.rl.algorithm.objective import Needs, Objective, TokenBatch
 from posttrain.rl.batching.packed_batch import PackedBatch, build_packed_batch
 from posttrain.types import Prompt, Trajectory, TrajectoryGroup
 
 NUM_ROLLOUTS, UPDATES_PER_ROLLOUT = 5, 2
-TEMPERATURE, LONGEST = 0.8, 6
-# Gradients far below eps are rounding, which Adam would make as large as any other.
-ADAMW = {"lr": 5e-3, "eps": 1e-3}
 PROMPT_LENGTH, RESPONSE_LENGTHS, GROUP = 3, (1, 3, 6, 4, 2, 5, 5, 6), 4
 MICRO_BATCHES = ((0, 2, 3, 5), (1, 4, 6, 7))
 
@@ -96,19 +101,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def start() -> torch.nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        initializer_range=0.3,
-        attn_implementation="eager",
-    )
-    return LlamaForCausalLM(config).train()
+    return make_llama()
 
 
 @dataclass(frozen=True)
@@ -134,13 +127,6 @@ def make_rollout(number: int, scale: float) -> Rollout:
 
 
 # ---- ours ----
-
-
-def logprobs_of(model: torch.nn.Module, batch: PackedBatch, temperature: float = TEMPERATURE) -> torch.Tensor:
-    """Return the log-probability of every target of a row; its sequences do not see each other."""
-    rows = zip(batch.tokens.split(batch.lengths), batch.position_ids.split(batch.lengths), strict=True)
-    hidden = [model.model(input_ids=t[None], position_ids=p[None]).last_hidden_state[0] for t, p in rows]
-    return chunked_logprobs(torch.cat(hidden), model.lm_head.weight, batch.targets, temperature, chunk_size=4)[0]
 
 
 def train_ours(model: torch.nn.Module, case: Case, objective: Objective) -> list[float]:
@@ -191,7 +177,16 @@ def make_batch(model, row: PackedBatch, advantages, weights, noise: Sequence[tor
 
 
 def train_theirs(model: torch.nn.Module, case: Case, folder: Path) -> None:
-    trainer = make_trainer(model, case, folder)
+    trainer = make_trainer(
+        model,
+        folder,
+        case.trainer,
+        case.corrects,
+        num_generations=GROUP,
+        num_iterations=UPDATES_PER_ROLLOUT,
+        per_device_train_batch_size=len(RESPONSE_LENGTHS),
+        **case.theirs,
+    )
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     for number in range(NUM_ROLLOUTS):
         rollout = make_rollout(number, case.reward_scale)
@@ -204,41 +199,6 @@ def train_theirs(model: torch.nn.Module, case: Case, folder: Path) -> None:
             optimizer.zero_grad()
             trainer._compute_loss(model, inputs).backward()
             optimizer.step()
-
-
-def make_trainer(model: torch.nn.Module, case: Case, folder: Path) -> Any:
-    import trl
-    from datasets import Dataset
-
-    from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
-
-    config: Callable[..., Any] = getattr(trl, f"{case.trainer}Config")
-    arguments = config(
-        output_dir=str(folder),
-        beta=0.0,
-        temperature=TEMPERATURE,
-        max_completion_length=LONGEST,
-        num_generations=GROUP,
-        num_iterations=UPDATES_PER_ROLLOUT,
-        per_device_train_batch_size=len(RESPONSE_LENGTHS),
-        report_to=[],
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        **case.theirs,
-    )
-    trainer = getattr(trl, f"{case.trainer}Trainer")(
-        model,
-        reward_funcs=lambda completions, **_: [0.0] * len(completions),
-        args=arguments,
-        train_dataset=Dataset.from_dict({"prompt": ["1"]}),
-        processing_class=make_tokenizer(64),
-    )
-    trainer.current_gradient_accumulation_steps = 1
-    # With it set beforehand, TRL would look for a server.
-    trainer.use_vllm = case.corrects
-    model.train()
-    return trainer
 
 
 def generated(model, trainer, case: Case, rollout: Rollout, prompts: list) -> tuple:
@@ -266,14 +226,6 @@ def test_every_parameter_moves_as_in_trl(start, name: str, tmp_path) -> None:
     clipped = train_ours(ours, case, objective(case.preset, LONGEST, **case.ours))
     assert max(clipped) > 0.05, "nothing is shown where nothing is clipped"
     assert_equal_moves(start, ours, theirs)
-
-
-def assert_equal_moves(start, ours, theirs) -> None:
-    before, expected = dict(start.named_parameters()), dict(theirs.named_parameters())
-    for key, parameter in ours.named_parameters():
-        move = expected[key] - before[key]
-        assert move.norm() > 0.01 * before[key].norm(), key
-        assert (parameter - expected[key]).norm() <= 1e-5 * move.norm(), key
 
 
 def test_fine_tuning_moves_every_parameter_as_in_trl(start, tmp_path) -> None:
