@@ -27,7 +27,8 @@ WEIGHTS_ALSO = {
 ANNEXES = ("posttrain_import", "posttrain_rehearsal", "posttrain_serving")
 # Rooms, or parts of one, each after all that it imports. `rl/algorithm` comes early: plans read its settings.
 ORDER = (
-    *("document", "types", "readable", "rl/algorithm", "config", "store", "plan", "report", "plan/forecast"),
+    *("document", "types", "readable", "rl/algorithm", "config", "trajectory_queue", "store", "plan", "report"),
+    "plan/forecast",
     *("cluster/rendezvous", "cluster/processes", "http_answers", "plan/preflight", "checkpoint"),
     *("rl/data", "rl/reward", "rl/batching", "rl/engines", "rl/rollout", "rl/evaluation"),
     *("rl/megatron_backend", "rl/weight_sync", "rl/training", "cluster", "commands"),

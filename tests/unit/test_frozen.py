@@ -20,6 +20,7 @@ MUTABLE = {
             "WeightUpdate",
             "Work",
             "_Collection",
+            "_Group",
             "_Requests",
             "_Serving",
         ),

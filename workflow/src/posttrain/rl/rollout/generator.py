@@ -1,8 +1,8 @@
 """Keeps engines busy with groups while the trainer trains, and hands finished ones over. Runs on the trainer's rank 0.
 
 Every trajectory is a separate request, so a group is graded, stored and queued as soon as its last response ends.
-`queue.TrajectoryQueue` decides which groups start and which ones a step trains on. A request that ends early, because
-its engine got new weights or died, is asked again for the rest, with the tokens that it has.
+`TrajectoryQueue` decides which groups start and which ones a step trains on. A request that ends early, because its
+engine got new weights or died, is asked again for the rest, with the tokens that it has.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from posttrain.rl.engines.sampling_seed import sampling_seed
 from posttrain.rl.reward.graders import GraderPool
 from posttrain.rl.reward.scoring import check_failures
 from posttrain.rl.rollout.group_builder import GroupBuilder, has_equal_rewards, has_failures, without_columns
-from posttrain.rl.rollout.queue import TrajectoryQueue
 from posttrain.rl.rollout.queue_store import QueueStore
+from posttrain.trajectory_queue import TrajectoryQueue
 from posttrain.types import Prompt, RolloutResult, TrajectoryGroup, VersionSpan
 
 log = logging.getLogger(__name__)

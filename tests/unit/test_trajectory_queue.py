@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from posttrain.rl.rollout.queue import TrajectoryQueue
+from posttrain.trajectory_queue import TrajectoryQueue
 
 B, STEPS = 4, 12
 

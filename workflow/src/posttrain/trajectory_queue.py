@@ -1,7 +1,8 @@
 """The queue of trajectory groups between engines and trainer: which groups may start, and which a step trains on.
 
-Bookkeeping only, without engines, files or clocks: `generator.TrajectoryGenerator` drives it, and so does a simulation
-with a virtual clock. A group is known by its position in the run's order of prompts: 0, 1, 2, ...
+Bookkeeping only, without engines, files or clocks: `rl.rollout.generator` drives it with requests, and
+`plan.timing.async_simulation` on a virtual clock. A group is known by its position in the run's order of prompts:
+0, 1, 2, ...
 
 Two rules bound a group's staleness: the number of updates between the oldest weights that sampled it and the weights
 that train on it. B is the number of groups of a step, k the bound.
