@@ -95,3 +95,20 @@ def test_groups_that_teach_nothing_are_replaced(tmp_path: Path) -> None:
     assert [row["queue/dropped_equal_rewards"] for row in rows_of(folder, "run")] == [NUM_GROUPS, NUM_GROUPS]
     positions = [sorted(group.position for group in groups) for groups in trained(folder, "run")]
     assert positions == [list(range(NUM_GROUPS, 2 * NUM_GROUPS)), list(range(3 * NUM_GROUPS, 4 * NUM_GROUPS))]
+
+
+def test_a_step_leaves_its_tail_to_the_next(tmp_path: Path) -> None:
+    """Trainer and engines take turns: unfinished responses go on with new weights, and each token has its version."""
+    folder = tmp_path / "run"
+    prepare(folder, engine__sleep="always", rollout__tail_fraction=0.5, rollout__on_new_weights="abort",
+            rollout__fp8="false", rollout__max_response_tokens=24, trainer__mismatch_interval=1,
+            engine__max_running_requests=2 * GROUP_SIZE)  # fmt: skip
+    with engines_of(folder) as engines:
+        finish(start(folder, "run", engines))
+    steps, rows = trained(folder, "run"), rows_of(folder, "run")
+    assert len(steps) == len(rows) == NUM_STEPS
+    check_bound(steps, 1)
+    assert any(row["queue/mixed_version_fraction"] > 0 for row in rows), "no response went on in a later step"
+    assert all(row["queue/groups_running"] <= NUM_GROUPS / 2 for row in rows)
+    compared = [row["mismatch/quantised_abs_diff_mean"] for row in rows if "mismatch/quantised_abs_diff_mean" in row]
+    assert max(compared) < SAME_WEIGHTS

@@ -12,6 +12,7 @@ from posttrain.config.load import merge
 
 CONFIG_DIR = Path(__file__).resolve().parents[3] / "config"
 AHEAD = "rollout.max_staleness=1 algorithm.preset=tis"
+TURNS = f"{AHEAD} engine.sleep=always rollout.tail_fraction=0.25 rollout.on_new_weights=abort"
 OFFLINE = "rollout.num_samples_per_prompt=1 training.objective=sft rollout.temperature=1.0"
 
 # model, settings, code, key, and what the rejection has to say
@@ -27,6 +28,11 @@ VIOLATIONS = (
     ("tiny", f"{AHEAD} training.num_steps=1", "staleness-exceeds-run", "rollout.max_staleness", "at most 0"),
     ("tiny", f"{AHEAD} algorithm.routing_replay=true", "queue-without-routes", "algorithm.routing_replay", "false"),
     ("glm5", f"{AHEAD} engine.mtp_steps=3", "queue-without-drafts", "engine.mtp_steps", "0"),
+    ("glm5", f"{AHEAD} algorithm.routing_replay=false", "engines-share-gpus", "rollout.max_staleness", "tail_fraction"),
+    ("tiny", f"{AHEAD} rollout.tail_fraction=0.25", "tail-of-own-engines", "rollout.tail_fraction", "leave it out"),
+    ("tiny", f"{TURNS} rollout.max_staleness=0", "tail-without-staleness", "rollout.max_staleness", "max_staleness=1"),
+    ("tiny", f"{TURNS} rollout.on_new_weights=keep", "tail-aborts", "rollout.on_new_weights", "abort"),
+    ("tiny", f"{OFFLINE} rollout.tail_fraction=0.5", "not-for-supervised", "rollout.tail_fraction", "0.0"),
     ("tiny", f"{OFFLINE} rollout.max_staleness=1", "not-for-supervised", "rollout.max_staleness", "samples nothing"),
     ("tiny", f"{OFFLINE} rollout.dynamic_sampling=true", "not-for-supervised", "rollout.dynamic_sampling", "false"),
 )
@@ -46,6 +52,7 @@ def test_what_has_no_meaning_is_rejected(model: str, settings: str, code: str, k
         ("rollout.dynamic_sampling=true", True, False),
         (AHEAD, True, True),
         ("rollout.max_staleness=4 algorithm.old_logprobs=engine", True, True),
+        (TURNS, True, False),
     ],
 )
 def test_what_uses_the_queue(settings: str, is_queue: bool, is_ahead: bool) -> None:

@@ -7,21 +7,24 @@ Bookkeeping only, without engines, files or clocks: `rl.rollout.generator` drive
 Two rules bound a group's staleness: the number of updates between the oldest weights that sampled it and the weights
 that train on it. B is the number of groups of a step, k the bound.
 
-- A group starts while fewer than (v + k + 1) B groups have started, where v is the engines' weight version. Groups
-  that were dropped do not count.
+- A group starts while fewer than (v + 1) B + A groups have started, where v is the engines' weight version. A is k B
+  where engines run ahead, and `rollout.tail_fraction` x B where they take turns with the trainer. Groups that were
+  dropped do not count.
 - Step v + k is the last that may train on a group of version v. A step takes as many groups of each age as later steps
   could not take in time, and waits for those; the rest of its batch are the groups that were ready first.
 
-So no group is ever too old, and none is generated in vain. The first rule is AReaL's (arXiv:2505.24298, equation 3);
-the second makes the bound strict for every group. With k = 0 they give the synchronous step.
+So no group is ever too old, and none is generated in vain. With A = k B the first rule is AReaL's (arXiv:2505.24298,
+equation 3); the second makes the bound strict for every group. With k = 0 they give the synchronous step.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from posttrain.config.derived import takes_turns
 from posttrain.config.schema import Config
 
 
@@ -48,6 +51,7 @@ class TrajectoryQueue:
         finished: Finished steps; the weight version that the engines have.
         done: Positions that finished steps trained on or dropped: all below the first number, and those of the list.
         max_dropped: Most groups dropped for one step.
+        num_ahead: A, most groups started beyond those of the next step; k B by default.
     """
 
     def __init__(
@@ -58,9 +62,11 @@ class TrajectoryQueue:
         finished: int = 0,
         done: tuple[int, Collection[int]] = (0, ()),
         max_dropped: int = 0,
+        num_ahead: int | None = None,
     ):
         self._batch_size, self._max_staleness, self._num_steps = batch_size, max_staleness, num_steps
         self._max_dropped = max_dropped
+        self._num_ahead = max_staleness * batch_size if num_ahead is None else num_ahead
         self.version = finished
         self._first_open, self._done = done[0], set(done[1])
         self._next = self._first_open
@@ -75,8 +81,9 @@ class TrajectoryQueue:
         """Return the queue of a run after `finished` steps."""
         rollout = config.rollout
         size, most = rollout.rollout_batch_size, rollout.max_oversampling if rollout.dynamic_sampling else 1.0
+        num_ahead = math.ceil(rollout.tail_fraction * size) if takes_turns(config) else None
         return TrajectoryQueue(
-            size, rollout.max_staleness, config.training.num_steps, finished, done, int((most - 1) * size)
+            size, rollout.max_staleness, config.training.num_steps, finished, done, int((most - 1) * size), num_ahead
         )
 
     @property
@@ -122,8 +129,8 @@ class TrajectoryQueue:
     def start(self) -> int | None:
         """Start the next group with the engines' weights; returns its position, None if no group may start now."""
         num_reserved = sum(map(len, self._reserved.values()))
-        steps = min(self.version + self._max_staleness + 1, self._num_steps)
-        if self._num_trained + num_reserved + len(self._waiting) >= steps * self._batch_size:
+        most = min((self.version + 1) * self._batch_size + self._num_ahead, self._num_steps * self._batch_size)
+        if self._num_trained + num_reserved + len(self._waiting) >= most:
             return None
         while self._next in self._waiting or not self.is_open(self._next):
             self._next += 1

@@ -92,14 +92,19 @@ def takes_turns(config: Config) -> bool:
     return asked and uses_engines(config) and not config.engine.own_nodes
 
 
+def is_off_policy(config: Config) -> bool:
+    """Return whether a step may train on tokens of older weights."""
+    return uses_engines(config) and config.rollout.max_staleness > 0
+
+
 def runs_ahead(config: Config) -> bool:
     """Return whether engines generate while the trainer trains."""
-    return uses_engines(config) and config.rollout.max_staleness > 0
+    return is_off_policy(config) and not takes_turns(config)
 
 
 def uses_queue(config: Config) -> bool:
     """Return whether a queue of groups lies between engines and trainer: groups are requested one by one."""
-    return runs_ahead(config) or (uses_engines(config) and config.rollout.dynamic_sampling)
+    return is_off_policy(config) or (uses_engines(config) and config.rollout.dynamic_sampling)
 
 
 def engines_load(config: Config) -> bool:

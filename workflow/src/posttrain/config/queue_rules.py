@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from posttrain.config.derived import runs_ahead, takes_turns, uses_engines, uses_queue
+from posttrain.config.derived import is_off_policy, takes_turns, uses_engines, uses_queue
 from posttrain.config.schema import Config
 from posttrain.errors import Problem
 
 Problems = Iterator[Problem]
-STALENESS = "rollout.max_staleness"
+STALENESS, TAIL = "rollout.max_staleness", "rollout.tail_fraction"
 
 
 def _without_engines(config: Config) -> Problems:
@@ -19,6 +19,7 @@ def _without_engines(config: Config) -> Problems:
     for name, value, wanted in (
         (STALENESS, rollout.max_staleness, 0),
         ("rollout.dynamic_sampling", rollout.dynamic_sampling, False),
+        (TAIL, rollout.tail_fraction, 0.0),
     ):
         if value != wanted:
             allowed = f"{str(wanted).lower()} with training.objective=sft, which samples nothing"
@@ -26,22 +27,42 @@ def _without_engines(config: Config) -> Problems:
 
 
 def _colocated(config: Config) -> Problems:
-    if runs_ahead(config) and takes_turns(config):
-        allowed = "0 where trainer and engines take turns on the same GPUs"
-        remedy = "give engines nodes of their own (engine.own_nodes), or GPUs of their own with engine.sleep=never"
+    if is_off_policy(config) and takes_turns(config) and not config.rollout.tail_fraction:
+        allowed = "0 where trainer and engines take turns on the same GPUs, unless a tail is left to the next step"
+        remedy = (
+            "give engines nodes of their own (engine.own_nodes), or GPUs of their own with engine.sleep=never; or set "
+            "rollout.tail_fraction=0.25 and rollout.on_new_weights=abort"
+        )
         yield Problem("engines-share-gpus", STALENESS, str(config.rollout.max_staleness), allowed, remedy)
+
+
+def _tail(config: Config) -> Problems:
+    rollout = config.rollout
+    if not (rollout.tail_fraction and uses_engines(config)):
+        return
+    if not takes_turns(config):
+        allowed = "0 where engines keep generating while the trainer trains: they leave no tail"
+        remedy = f"leave it out; {STALENESS} is enough"
+        yield Problem("tail-of-own-engines", TAIL, str(rollout.tail_fraction), allowed, remedy)
+    elif not rollout.max_staleness:
+        allowed = f"at least 1 with {TAIL}: what is left is finished with newer weights"
+        yield Problem("tail-without-staleness", STALENESS, "0", allowed, f"set {STALENESS}=1")
+    elif rollout.on_new_weights != "abort":
+        allowed = f"abort with {TAIL}: engines that sleep hold no request"
+        remedy = "set rollout.on_new_weights=abort"
+        yield Problem("tail-aborts", "rollout.on_new_weights", rollout.on_new_weights, allowed, remedy)
 
 
 def _steps(config: Config) -> Problems:
     staleness, steps = config.rollout.max_staleness, config.training.num_steps
-    if runs_ahead(config) and staleness >= steps:
+    if is_off_policy(config) and staleness >= steps:
         allowed = f"below training.num_steps={steps}: the whole run would be sampled by its first weights"
         yield Problem("staleness-exceeds-run", STALENESS, str(staleness), allowed, f"set at most {steps - 1}")
 
 
 def _objective(config: Config) -> Problems:
     algorithm = config.algorithm
-    if runs_ahead(config) and algorithm.old_logprobs == "trainer" and algorithm.correction == "none":
+    if is_off_policy(config) and algorithm.old_logprobs == "trainer" and algorithm.correction == "none":
         allowed = "mask or truncate with rollout.max_staleness above 0: nothing else weighs tokens of older weights"
         remedy = "set algorithm.preset=tis, icepop or mis, or algorithm.old_logprobs=engine"
         yield Problem("staleness-uncorrected", "algorithm.correction", "none", allowed, remedy)
@@ -55,7 +76,7 @@ def _routes(config: Config) -> Problems:
 
 
 def _draft(config: Config) -> Problems:
-    if runs_ahead(config) and config.engine.mtp_steps:
+    if is_off_policy(config) and config.engine.mtp_steps:
         allowed = "0 with rollout.max_staleness above 0: drafts lie in flight when weights change"
         yield Problem("queue-without-drafts", "engine.mtp_steps", str(config.engine.mtp_steps), allowed, "leave it off")
 
@@ -63,6 +84,7 @@ def _draft(config: Config) -> Problems:
 QUEUE_RULES: tuple[Callable[[Config], Problems], ...] = (
     _without_engines,
     _colocated,
+    _tail,
     _steps,
     _objective,
     _routes,

@@ -50,6 +50,14 @@ class Rollout:
         choices=("recompute", "keep", "finish", "abort"),
         unnamed="recompute",
     )
+    tail_fraction: float = _doc(
+        "Where trainer and engines take turns: groups that may be unfinished when a step trains, as a share of "
+        "rollout_batch_size; the next step continues them (max_staleness above 0)",
+        0.0,
+        minimum=0,
+        maximum=1,
+        unnamed=0.0,
+    )
     dynamic_sampling: bool = _doc(
         "Drop groups whose rewards are all equal, which teach nothing, and sample others in their place",
         False,

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from posttrain.config.derived import runs_ahead
+from posttrain.config.derived import runs_ahead, takes_turns
 from posttrain.config.schema import Config
 from posttrain.rl.data.chat import ChatTokenizer
 from posttrain.rl.data.mixture import PromptMix
@@ -148,12 +148,7 @@ class TrajectoryGenerator:
             EngineError: An engine failed. Its requests went to the others, or wait until `resume`.
             RuntimeError: Graders failed too often, or a token is from weights that the engines did not have.
         """
-        self._start_groups()
-        while (positions := self._queue.choose(step)) is None:
-            self._background.raise_any()
-            self._background.changed.clear()
-            await self._background.changed.wait()
-        self._background.raise_any()
+        positions = await (self._rollout_in_turn(step) if takes_turns(self._config) else self._rollout(step))
         if self._queue.is_reserved(step):
             self._queue.take(step, positions)
             groups = self._store.read_step(step, len(positions))
@@ -169,6 +164,24 @@ class TrajectoryGenerator:
         if runs_ahead(self._config):
             self._start_groups()
         return RolloutResult(groups, num_replayed=0, queue=state)
+
+    async def _rollout(self, step: int) -> list[int]:
+        """Generate until a step has its groups; returns their positions."""
+        self._start_groups()
+        while (positions := self._queue.choose(step)) is None:
+            self._background.raise_any()
+            self._background.changed.clear()
+            await self._background.changed.wait()
+        self._background.raise_any()
+        return positions
+
+    async def _rollout_in_turn(self, step: int) -> list[int]:
+        """Return a step's positions from engines that sleep afterwards: requests that still run go on in the next."""
+        await self._client.resume()
+        try:
+            return await self._rollout(step)
+        finally:
+            await self._client.pause("abort")
 
     async def pause(self) -> None:
         """Stop running requests where engines can get new weights, as `rollout.on_new_weights` says."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from posttrain.config.derived import mismatch_limits, runs_ahead
+from posttrain.config.derived import is_off_policy, mismatch_limits
 from posttrain.config.schema import Config
 from posttrain.report.rank_progress import write_exit_reason
 from posttrain.rl.algorithm.mismatch import Mismatch, compare_logprobs
@@ -86,7 +86,7 @@ class EngineComparison:
         A token of older weights differs by the updates since. With rollout.on_new_weights=keep the KV cache of a
         trajectory of several versions is of older weights, too.
         """
-        if not runs_ahead(self._config):
+        if not is_off_policy(self._config):
             return lambda trajectory: None
         keeps_cache = self._config.rollout.on_new_weights == "keep"
 

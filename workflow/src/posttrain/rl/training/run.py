@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from posttrain.checkpoint.reference_logprobs import ReferenceLogprobs
-from posttrain.config.derived import runs_ahead
+from posttrain.config.derived import is_off_policy, runs_ahead
 from posttrain.config.schema import Config
 from posttrain.config.suites import evaluation_is_due
 from posttrain.report.sinks import MetricSinks
@@ -279,7 +279,7 @@ class TrainingRun:
         own, served = mismatch
         metrics |= {"mismatch/share_of_limit": share_of_limit(self.config, own, served)} if own else {}
         metrics |= rollout.queue
-        metrics |= staleness_metrics(step, rollout.groups) if runs_ahead(self.config) else {}
+        metrics |= staleness_metrics(step, rollout.groups) if is_off_policy(self.config) else {}
         self.sinks.log(step + 1, metrics)
         return metrics
 
