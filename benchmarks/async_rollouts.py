@@ -6,13 +6,17 @@ An engine in a process of its own takes a fixed time for each token, however man
 log-normal (sigma 1, at most 8 medians). An update takes a fixed time, too. Both sleep. All else is the product's:
 coordinator or generator and queue, engine client, graders, files, publisher and training loop. With a staleness of k,
 k + 1 rollouts run at a time, so the gain is at most k + 1, and at most a synchronous step over an update.
+
+Where trainer and engine take turns, a step leaves its slowest groups to the next (`rollout.tail_fraction`). The tail is
+the time from the 90th of 100 responses of a synchronous step to the last.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import multiprocessing
+import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -25,9 +29,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from benchmarks.claims import report, report_table, start
-from benchmarks.scripted_engine import SECRET, length_of, serve
+from benchmarks.scripted_engine import SECRET, length_of
 
 from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
+from posttrain.config.derived import runs_ahead, uses_queue
 from posttrain.config.schema import Config
 from posttrain.plan.resolve import resolve
 from posttrain.rl.data.chat import ChatTokenizer
@@ -47,8 +52,12 @@ from posttrain.types import Prompt, RolloutResult
 
 CONFIG_DIR = Path(__file__).parents[1] / "config"
 GROUPS, SAMPLES, MEDIAN_TOKENS, MOST_MEDIANS = 8, 8, 24, 8
+STALENESS = "rollout.max_staleness"
 # Staleness -> goal over synchronous steps, by the update's time as a share of the rollout's.
 GOALS = {1.0: {1: 1.8, 4: 1.9}, 0.5: {1: 1.7, 4: 2.5}}
+# Groups left to the next step -> goal for the share of the tail that is saved.
+TAILS = {0.25: 0.4, 0.5: 0.7, 1.0: 0.7}
+TURNS = "engine.sleep=always rollout.on_new_weights=abort"
 # Steps before the queue is full, which are not timed.
 WARM_UP = 5
 
@@ -60,12 +69,14 @@ class Timed:
     Args:
         seconds_per_step: Wall clock of a step, after the warm-up.
         rollout_seconds: Time of the longest response of a step, mean.
+        tail_seconds: Of that, the time after nine tenths of the responses, mean.
         staleness: Age of a token in updates -> share.
         trained: Lengths of the trajectories trained on.
     """
 
     seconds_per_step: float
     rollout_seconds: float
+    tail_seconds: float
     staleness: dict[int, float]
     trained: Counter[int]
 
@@ -148,7 +159,7 @@ def _measure(num_steps: int, token_seconds: float) -> None:
     rows = []
     for share, goals in GOALS.items():
         update_seconds = share * rollout_seconds
-        timed = {k: _train(k, num_steps, token_seconds, update_seconds) for k in (0, *goals)}
+        timed = {k: _train(num_steps, token_seconds, update_seconds, f"{STALENESS}={k}") for k in (0, *goals)}
         for k, one in timed.items():
             ratio = timed[0].seconds_per_step / one.seconds_per_step
             both = timed[0].rollout_seconds + update_seconds
@@ -159,6 +170,22 @@ def _measure(num_steps: int, token_seconds: float) -> None:
                 report(f"update {share:g} of a rollout, staleness {k}", ratio, goals[k], at_least=True)
     report_table(
         ("update / rollout", "max_staleness", "s a step", "over synchronous", "bound", "tokens by age in updates"), rows
+    )
+    _measure_tails(num_steps, token_seconds, rollout_seconds)
+
+
+def _measure_tails(num_steps: int, token_seconds: float, update_seconds: float) -> None:
+    whole, rows = _train(num_steps, token_seconds, update_seconds, f"{STALENESS}=0"), []
+    for fraction, goal in TAILS.items():
+        words = f"{TURNS} {STALENESS}=2 rollout.tail_fraction={fraction}"
+        cut = _train(num_steps, token_seconds, update_seconds, words)
+        saved = whole.seconds_per_step - cut.seconds_per_step
+        times = (whole.seconds_per_step, cut.seconds_per_step, whole.tail_seconds)
+        ages = ", ".join(f"{age}: {part:.0%}" for age, part in cut.staleness.items())
+        rows.append((fraction, *(f"{seconds:.2f}" for seconds in times), f"{saved / whole.tail_seconds:.0%}", ages))
+        report(f"tail saved with tail_fraction={fraction}", saved / whole.tail_seconds, goal, at_least=True)
+    report_table(
+        ("tail_fraction", "s a step, synchronous", "s a step", "tail", "of it saved", "tokens by age in updates"), rows
     )
 
 
@@ -171,19 +198,18 @@ def _longest_of_step(steps: int = 400) -> float:
     return sum(longest) / steps
 
 
-def _train(max_staleness: int, num_steps: int, token_seconds: float, update_seconds: float) -> Timed:
+def _train(num_steps: int, token_seconds: float, update_seconds: float, asked: str) -> Timed:
     words = {
         "rollout.rollout_batch_size": GROUPS,
         "rollout.num_samples_per_prompt": SAMPLES,
         "rollout.max_response_tokens": MEDIAN_TOKENS * MOST_MEDIANS,
         "training.global_batch_size": GROUPS * SAMPLES,
         "training.num_steps": num_steps,
-        "rollout.max_staleness": max_staleness,
         "algorithm.preset": "tis",
         "rollout.fp8": "false",
         "trainer.max_tokens_per_gpu": 4096,
     }
-    settings = " ".join(f"{key}={value}" for key, value in words.items())
+    settings = " ".join([*(f"{key}={value}" for key, value in words.items()), asked])
     config = resolve({"model": "tiny", "site": "local", "set": settings}, CONFIG_DIR).config
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -199,12 +225,11 @@ def _train(max_staleness: int, num_steps: int, token_seconds: float, update_seco
 def _open(config: Config, folder: Path, token_seconds: float, stack: ExitStack) -> ScriptedRun:
     """Return a run of the product's parts, its policy and checkpoints left out."""
     (port,) = choose_free_ports(1)
-    engine = multiprocessing.get_context("spawn").Process(
-        target=serve, args=(port, token_seconds, MEDIAN_TOKENS, MOST_MEDIANS), daemon=True
-    )
-    engine.start()
+    arguments = [str(argument) for argument in (port, token_seconds, MEDIAN_TOKENS, MOST_MEDIANS)]
+    engine = subprocess.Popen([sys.executable, "-m", "benchmarks.scripted_engine", *arguments])
+    stack.callback(engine.wait)
     stack.callback(engine.kill)
-    is_ahead = config.rollout.max_staleness > 0
+    is_ahead = runs_ahead(config)
     runner: EventLoop = stack.enter_context(LoopThread()) if is_ahead else stack.enter_context(asyncio.Runner())
     client = EngineClient([f"http://127.0.0.1:{port}"], SECRET, 120.0)
     runner.run(client.__aenter__())
@@ -214,9 +239,9 @@ def _open(config: Config, folder: Path, token_seconds: float, stack: ExitStack) 
     prompts = [Prompt(i, ({"role": "user", "content": f"{i:04d}"},), f"{i:04d}") for i in range(4096)]
     graders = stack.enter_context(GraderPool.of(config))
     store = QueueStore(folder / "rollouts")
-    if is_ahead:
+    if uses_queue(config):
         generator = TrajectoryGenerator(config, prompts, tokenizer, client, store, graders)
-        source: SharedSource = QueueSource(runner, None, 120.0, client, generator, runs_ahead=True)
+        source: SharedSource = QueueSource(runner, None, 120.0, client, generator, is_ahead)
     else:
         maker = RolloutCoordinator(config, prompts, tokenizer, client, store, graders)
         source = SharedSource(runner, None, 120.0, client, maker)
@@ -228,11 +253,13 @@ def _open(config: Config, folder: Path, token_seconds: float, stack: ExitStack) 
 
 def _timed(run: ScriptedRun, token_seconds: float) -> Timed:
     ages, lengths = Counter[int](), Counter[int]()
-    longest = []
+    longest, tails = [], []
     for step, rollout in enumerate(run.rollouts):
         trajectories = [one for group in rollout.groups for one in group.trajectories]
         lengths.update(one.num_sampled for one in trajectories)
-        longest.append(max(one.num_sampled for one in trajectories))
+        by_length = sorted(one.num_sampled for one in trajectories)
+        longest.append(by_length[-1])
+        tails.append(by_length[-1] - by_length[len(by_length) * 9 // 10 - 1])
         for one in trajectories:
             for span in one.versions:
                 ages[step - (span.version or 0)] += span.num_tokens
@@ -240,6 +267,7 @@ def _timed(run: ScriptedRun, token_seconds: float) -> Timed:
     return Timed(
         seconds_per_step=(timed[-1] - timed[0]) / (len(timed) - 1),
         rollout_seconds=token_seconds * sum(longest) / len(longest),
+        tail_seconds=token_seconds * sum(tails) / len(tails),
         staleness={age: count / ages.total() for age, count in sorted(ages.items())},
         trained=lengths,
     )

@@ -52,6 +52,9 @@ class TrajectoryQueue:
         done: Positions that finished steps trained on or dropped: all below the first number, and those of the list.
         max_dropped: Most groups dropped for one step.
         num_ahead: A, most groups started beyond those of the next step; k B by default.
+
+    Raises:
+        ValueError: A is above k B: some groups would get too old before a step could take them.
     """
 
     def __init__(
@@ -67,6 +70,8 @@ class TrajectoryQueue:
         self._batch_size, self._max_staleness, self._num_steps = batch_size, max_staleness, num_steps
         self._max_dropped = max_dropped
         self._num_ahead = max_staleness * batch_size if num_ahead is None else num_ahead
+        if self._num_ahead > max_staleness * batch_size:
+            raise ValueError(f"num_ahead={num_ahead} is above max_staleness x batch_size")
         self.version = finished
         self._first_open, self._done = done[0], set(done[1])
         self._next = self._first_open
