@@ -45,6 +45,7 @@ from posttrain.plan.sizing.node_copy import node_copies
 from posttrain.plan.sizing.untracked_memory import uncertainty_gib, untracked_terms
 from posttrain.plan.step_choice import step_choice_part
 from posttrain.plan.timing import duration
+from posttrain.plan.timing.async_forecast import forecast_part
 from posttrain.plan.timing.decoding import DecodingGpus
 from posttrain.plan.timing.serving_load import SHOWN_CONCURRENCIES, is_predicted, predict_serving
 from posttrain.plan.timing.step_time import split_part
@@ -104,6 +105,7 @@ def build_plan(resolved: Resolved, jobs_at_once: int | None = None) -> dict[str,
         "assumptions": dataclasses.asdict(ASSUMPTIONS),
         "best_split": split,
         "why_no_split": why_no_split(config, split),
+        "asynchronous": forecast_part(config, needs.rates.shared_storage),
         "splits": splits_part(config, needs.rates.shared_storage),
         "bandwidths_assumed_bytes_per_second": dataclasses.asdict(needs.rates),
         "rules": needs.plan_part(

@@ -33,6 +33,7 @@ def print_plan(plan: Mapping[str, Any]) -> None:
         (_speculation, plan["speculation"]),
         (_step_choice, plan["step_choice"] or None),
         (_splits, plan["splits"] or None),
+        (_asynchronous, plan["asynchronous"]),
         (_failures, plan["goodput"]),
         (_rules, plan),
     ]
@@ -208,6 +209,21 @@ def _splits(splits: Sequence[Mapping[str, Any]]) -> Table:
 
     columns = (">own nodes", ">train", ">rollout", ">training", ">weight sync", ">step", "engines, or why not")
     return _table(columns, map(row, splits), "a step by the nodes that only engines have (engine.own_nodes)")
+
+
+def _asynchronous(forecast: Mapping[str, Any]) -> Table:
+    """Return synchronous and asynchronous training, each with its best split of the nodes."""
+
+    def row(mode: Mapping[str, Any]) -> tuple[str, ...]:
+        engines = f"{mode['num_engines']}" + f" + {mode['num_prefill_engines']}" * (mode["num_prefill_engines"] > 0)
+        idle = "" if mode["trainer_idle"] is None else format_percent(mode["trainer_idle"], 0)
+        seconds = (format_seconds(mode[key]) for key in ("step_seconds", "bound_seconds", "pause_seconds"))
+        shown = (idle, format_percent(mode["engines_idle"], 0), f"{mode['staleness']:.1f}")
+        return mode["name"], str(mode["train_nodes"]), engines, *seconds, *shown
+
+    columns = ("", ">train", ">engines", ">step", ">bound", ">pause", ">trainer idle", ">engines idle", ">age")
+    title = f"does it pay to generate ahead (rollout.max_staleness)? {forecast['why']}"
+    return _table(columns, map(row, forecast["modes"]), title)
 
 
 def _failures(goodput: Mapping[str, Any]) -> Table:

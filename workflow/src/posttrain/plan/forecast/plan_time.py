@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from posttrain.config.derived import prefill_gpus, uses_engines
+from posttrain.config.derived import prefill_gpus, runs_ahead, uses_engines
 from posttrain.config.schema import Config
 from posttrain.plan.timing.idle_time import NOTES, job_gpus
 from posttrain.plan.timing.rates import TOLERANCE
@@ -55,7 +55,7 @@ def step_part(config: Config, seconds: Mapping[str, float]) -> dict[str, Any] | 
     if (measured := seconds.get("step_evaluation")) is not None:
         share = evaluation_share(step, measured, config.evaluation.interval)
         rows.append(_row("evaluation between steps", measured, None, step, f"{notes['between']}: {share:.1%}"))
-    idle, gpus = idle_of_step(config, wait), job_gpus(config)
+    idle, gpus = idle_of_step(config, seconds["step_rollout"], wait), job_gpus(config)
     return {
         "seconds": step,
         "phases": rows,
@@ -122,12 +122,16 @@ def _notes(config: Config, work: Workload) -> dict[str, str]:
     share, prefill = f"mean length assumed at {work.mean_share:.0%} of it", prefill_gpus(config)
     if prefill:
         share += f"; {prefill} GPUs prefill, then the others decode"
+    rollout = f"{work.num_samples} samples, until the longest of {work.longest_response:,} tokens ends; {share}"
+    if runs_ahead(config):
+        rollout = f"the trainer waits for groups, sampled at most {config.rollout.max_staleness} updates ago"
+    beside = "during the next wait for groups" if runs_ahead(config) else "during the next rollout"
     return {
-        "rollout": f"{work.num_samples} samples, until the longest of {work.longest_response:,} tokens ends; {share}",
+        "rollout": rollout,
         "old_logprobs": "a forward pass over the samples of all updates but the first",
         "train": "forward, backward, recomputation, pipeline idle and the optimizer",
         "weight_sync": "new weights to all engines",
-        "save": f"during the next rollout, {'after each step' if every == 1 else f'every {every} steps'}",
+        "save": f"{beside}, {'after each step' if every == 1 else f'every {every} steps'}",
         "evaluation": "before and after the run, not in a step",
         "between": f"every {config.evaluation.interval} steps on training's engines; share of training's GPU-hours",
     }

@@ -126,7 +126,7 @@ def decode_step_seconds(engine: DecodingGpus, num_requests: float, context: floa
         num_requests: Requests of the whole engine, B.
         context: Mean number of tokens of prompt and response so far, c.
     """
-    return _Decoder(engine).token_seconds(num_requests, context)
+    return Decoder(engine).token_seconds(num_requests, context)
 
 
 def accepted_tokens(num_drafts: int, acceptance: float = DRAFT_ACCEPTANCE) -> float:
@@ -185,7 +185,7 @@ def rollout_time(
         longest_response: Tokens of the longest response.
         mean_share: Mean length of a response as a share of the longest.
     """
-    decoder = _Decoder(engine)
+    decoder = Decoder(engine)
     total = weighted = 0.0
     for x in ((part + 0.5) / SLICES for part in range(SLICES)):
         running = running_share(x, mean_share)
@@ -206,7 +206,7 @@ def running_share(x: float, mean_share: float) -> float:
     return (1 - x) ** ((1 - mean_share) / mean_share)
 
 
-class _Decoder:
+class Decoder:
     """Durations of an engine's decode steps."""
 
     def __init__(self, engine: DecodingGpus):

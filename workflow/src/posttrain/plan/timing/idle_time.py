@@ -8,6 +8,11 @@
     pipeline             stages that fill and drain, in training and in the pass for old log-probabilities
     checkpoint           all GPUs, if a checkpoint takes longer than the rollout that overlaps it
 
+Where engines run ahead, instead of the first five:
+
+    groups not ready     GPUs that train, until a step has its groups
+    free places          engines, for the share of the tokens that they could generate with all places taken
+
 Not counted: ranks that wait for the busiest rank's experts or for a longer stage, and transfers of weights.
 """
 
@@ -25,6 +30,8 @@ NOTES = {
     "waiting for prefill": "engines that decode wait for all prompts",
     "without an engine": "GPUs that only train wait for the rollout",
     "engines' own nodes": "they wait while the trainer works",
+    "groups not ready": "the trainer waits for them",
+    "free places": "engines could generate more at a time",
     "pipeline": "stages that wait while it fills and drains",
     "checkpoint": "it takes longer than the rollout beside it",
 }
@@ -76,5 +83,34 @@ def idle_gpu_seconds(config: Config, times: StepTimes) -> dict[str, float]:
         "engines' own nodes": (gpus - world_size(config)) * times.training,
         "pipeline": world_size(config) * times.pipeline_idle,
         "checkpoint": gpus * times.checkpoint_wait,
+    }
+    return {cause: value for cause, value in seconds.items() if value}
+
+
+@dataclass(frozen=True)
+class AheadTimes:
+    """Durations of a step's parts in which GPUs may wait, where engines run ahead.
+
+    Args:
+        trainer: Seconds in which the trainer waits for groups.
+        engines: Seconds of a step that engines with all places taken would not need.
+        pipeline_idle: Seconds in which a stage waits.
+        checkpoint_wait: Seconds per step in which the trainer waits for a checkpoint.
+    """
+
+    trainer: float
+    engines: float
+    pipeline_idle: float
+    checkpoint_wait: float
+
+
+def idle_gpu_seconds_ahead(config: Config, times: AheadTimes) -> dict[str, float]:
+    """Return cause -> idle GPU-seconds of a step with engines that run ahead; causes without any are omitted."""
+    ranks = world_size(config)
+    seconds = {
+        "groups not ready": ranks * times.trainer,
+        "free places": (job_gpus(config) - ranks) * times.engines,
+        "pipeline": ranks * times.pipeline_idle,
+        "checkpoint": job_gpus(config) * times.checkpoint_wait,
     }
     return {cause: value for cause, value in seconds.items() if value}

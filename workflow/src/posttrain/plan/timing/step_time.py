@@ -1,6 +1,7 @@
 """How long a training step takes, phase by phase, and the best split of nodes when trainer and engines are apart.
 
-    rollout        `decoding.rollout_time` of one engine's share of the samples; where some engines only prefill, the
+    rollout        where engines run ahead, what `async_simulation` says that the trainer waits for its responses; else
+                   `decoding.rollout_time` of one engine's share of the samples; where some engines only prefill, the
                    others share the samples and start when all prompts are prefilled
     old_logprobs   a forward pass over the samples of all updates but the first; none where the engine's are taken
     train          forward, backward, recomputation and collectives by cause (`update_time`), and the optimizer's state
@@ -28,6 +29,7 @@ from posttrain.config.derived import (
     num_updates_per_step,
     prefill_gpus,
     recomputed_share,
+    runs_ahead,
     trainer_nodes,
     uses_engines,
     weight_transport,
@@ -43,8 +45,9 @@ from posttrain.plan.sizing.memory import BYTES, GIB
 from posttrain.plan.sizing.model_size import count_parameters, model_weights
 from posttrain.plan.sizing.storage import storage
 from posttrain.plan.timing import attainable
+from posttrain.plan.timing.async_steps import EngineFleet, busy_seconds, simulated_steps, steps_of
 from posttrain.plan.timing.fitted import FITTED
-from posttrain.plan.timing.idle_time import StepTimes, idle_gpu_seconds, job_gpus
+from posttrain.plan.timing.idle_time import AheadTimes, StepTimes, idle_gpu_seconds, idle_gpu_seconds_ahead, job_gpus
 from posttrain.plan.timing.rates import (
     BASE64,
     HOST_OPTIMIZER_BYTES_PER_SECOND,
@@ -71,6 +74,7 @@ NOT_MODELLED = (
     "`benchmarks/published_fit.py`)",
     "weight_sync: digests; ways through the host's memory, which are taken where trainer and engines have other "
     "versions of NCCL, with which it takes twenty times as long in a simulation of GLM-5 (`benchmarks/weight_sync.py`)",
+    "asynchronous steps: grading, requests that are spread unevenly over engines, a KV cache that is full",
     "step time: rows padded to their longest sequence, and waiting for the slowest rank; what kernels lose is two "
     "constants, fitted on published runs (`benchmarks/published_fit.py`)",
 )
@@ -127,6 +131,12 @@ def training_seconds(config: Config) -> float:
     return sum(update_causes(config).values()) + logprobs
 
 
+def training_seconds_on(config: Config, nodes: int) -> float:
+    """Return how long log-probabilities, forward and backward of a step take on so many nodes, without a pipeline."""
+    trainer, work = _without_pipeline(config, nodes * config.hardware.gpus_per_node), workload(config)
+    return train_seconds(trainer, work) + _share_of_old_pass(config) * logprob_seconds(trainer, work)
+
+
 def update_mfu(config: Config) -> float:
     """Return which share of the GPUs' peak training reaches: operations of the model, none twice."""
     work = workload(config)
@@ -139,11 +149,26 @@ def _share_of_old_pass(config: Config) -> float:
     return 1 - 1 / num_updates_per_step(config) if from_trainer else 0.0
 
 
-def idle_of_step(config: Config, checkpoint_wait: float) -> dict[str, float]:
+def rollout_seconds(config: Config, sync: float) -> float:
+    """Return how long a step waits for its responses: a rollout, or what is left of it where engines run ahead.
+
+    Args:
+        config: The resolved configuration.
+        sync: Transfer of new weights.
+    """
+    if not runs_ahead(config):
+        return rollout_of_step(config, workload(config)).seconds
+    training = training_seconds(config)
+    simulated = simulated_steps(EngineFleet.of(config), workload(config), steps_of(config, training, sync))
+    return max(simulated.step_seconds - training - sync, 0.0)
+
+
+def idle_of_step(config: Config, rollout_seconds: float, checkpoint_wait: float) -> dict[str, float]:
     """Return cause -> GPU-seconds of a step in which GPUs wait.
 
     Args:
         config: The resolved configuration.
+        rollout_seconds: Seconds in which a step waits for its responses.
         checkpoint_wait: Seconds per step in which all wait for a checkpoint.
     """
     work, share = workload(config), _share_of_old_pass(config)
@@ -151,8 +176,12 @@ def idle_of_step(config: Config, checkpoint_wait: float) -> dict[str, float]:
     old = forward_causes(trainer_of(config), work.num_samples, work.mean_tokens)
     training = sum(train.values()) + share * sum(old.values())
     pipeline = train.get("pipeline idle", 0.0) + share * old.get("pipeline idle", 0.0)
-    times = StepTimes(rollout_of_step(config, work), training, pipeline, checkpoint_wait)
-    return idle_gpu_seconds(config, times)
+    if runs_ahead(config):
+        busy = busy_seconds(EngineFleet.of(config), work, config.rollout.max_staleness)
+        # A step's transfer of weights is short beside the rest, and both sides take part in it.
+        times = AheadTimes(rollout_seconds, max(rollout_seconds + training - busy, 0.0), pipeline, checkpoint_wait)
+        return idle_gpu_seconds_ahead(config, times)
+    return idle_gpu_seconds(config, StepTimes(rollout_of_step(config, work), training, pipeline, checkpoint_wait))
 
 
 def step_with_save_seconds(config: Config, shared_storage: float) -> float:
@@ -176,16 +205,16 @@ def step_durations(config: Config, shared_storage: float) -> dict[str, float]:
     if config.hardware.device == "cpu":
         return {}
     work, trainer = workload(config), trainer_of(config)
-    rollout = rollout_of_step(config, work)
+    sync = sync_seconds(config, shared_storage) if uses_engines(config) else 0.0
     phases = {
-        "rollout": rollout.seconds,
+        "rollout": rollout_seconds(config, sync),
         "old_logprobs": _share_of_old_pass(config) * logprob_seconds(trainer, work),
         "train": sum(update_causes(config).values()),
-        "weight_sync": sync_seconds(config, shared_storage) if uses_engines(config) else 0.0,
+        "weight_sync": sync,
         "save": storage(config).training_checkpoint / shared_storage,
     }
-    wait = max(phases["save"] - rollout.seconds, 0.0) / config.trainer.save_interval
-    phases["idle"] = sum(idle_of_step(config, wait).values()) / job_gpus(config)
+    wait = max(phases["save"] - phases["rollout"], 0.0) / config.trainer.save_interval
+    phases["idle"] = sum(idle_of_step(config, phases["rollout"], wait).values()) / job_gpus(config)
     step = sum(phases[name] for name in IN_EVERY_STEP) + wait
     seconds = {"step": step, **{f"step_{name}": value for name, value in phases.items()}}
     total = config.training.num_steps * step + phases["save"]
@@ -294,11 +323,10 @@ def _split(config: Config, train_nodes: int) -> Split | None:
     engines = decode_gpus // config.engine.gpus_per_engine
     if engines < 1:
         return None
-    trainer = _without_pipeline(config, train_nodes * per_node)
     return Split(
         train_nodes,
         config.nodes - train_nodes,
-        train_seconds(trainer, work) + _share_of_old_pass(config) * logprob_seconds(trainer, work),
+        training_seconds_on(config, train_nodes),
         rollout_of(engine_of(config, engines), engines, work).seconds,
     )
 
