@@ -20,6 +20,7 @@ PARTS = {
     "kills": "SIGKILL in every rule, 20 times each",
     "training": "SIGKILL of the driver, the supervisor, trainer and engines; results that are full",
     "rollouts": "engines that die within rollouts, 200 of our own and 20 of SGLang",
+    "queued": "SIGKILL of ranks and engines while engines run ahead, 200 in all modes together",
     "families": "SIGKILL of the ranks of every family in every phase of a step",
     "layouts": "every family in every product of layouts on two and four ranks",
     "images": "power cuts in every step and in training",

@@ -49,7 +49,8 @@ class TrajectoryQueue:
         max_staleness: k, in updates.
         num_steps: Steps of the run; no group starts that none would train on.
         finished: Finished steps; the weight version that the engines have.
-        done: Positions that finished steps trained on or dropped: all below the first number, and those of the list.
+        done: Positions that finished and reserved steps trained on or dropped: all below the first number, and those of
+            the list.
         max_dropped: Most groups dropped for one step.
         num_ahead: A, most groups started beyond those of the next step; k B by default.
 
@@ -186,6 +187,7 @@ class TrajectoryQueue:
         self._reserved.pop(step, None)
         for position in positions:
             self._waiting.pop(position, None)
-            self._done.add(position)
+            if position >= self._first_open:
+                self._done.add(position)
         self._num_trained += len(positions)
         self._dropped.clear()

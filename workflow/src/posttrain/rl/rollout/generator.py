@@ -122,12 +122,13 @@ class TrajectoryGenerator:
 
     async def begin(self, finished: int) -> None:
         """Go on after `finished` steps: take over what earlier attempts stored, and start groups."""
-        self._queue = TrajectoryQueue.of(self._config, finished, self._store.read_done(finished))
         taken = self._store.taken_from(finished)
-        for step, positions in taken.items():
-            self._queue.reserve(step, positions)
         # Steps that are taken again lead to these weights; the weights of later versions are lost.
         newest = finished + len(taken)
+        # What was dropped for those steps stays dropped: their records say so, and are not written again.
+        self._queue = TrajectoryQueue.of(self._config, finished, self._store.read_done(newest))
+        for step, positions in taken.items():
+            self._queue.reserve(step, positions)
         for group in self._store.read_groups():
             if self._queue.is_open(group.position) and self._is_wanted(group, newest):
                 self._queue.add_ready(group.position, group.oldest_version or 0)
