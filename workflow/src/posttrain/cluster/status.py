@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from posttrain.cluster.rollout_queue import QueueStatus, read_queue
 from posttrain.cluster.slurm_query import job_is_alive
 from posttrain.config.load import read_yaml
 from posttrain.report.sinks import read_rows
@@ -47,6 +48,7 @@ class RunStatus:
         holder: Holder of the run's lease; None if no live process holds it.
         heartbeat_age_seconds: Seconds since the holder's last heartbeat.
         running: The run's steps other than training on this machine, each with its process.
+        queue: The groups between engines and trainer; None without a queue.
     """
 
     run: str
@@ -63,6 +65,7 @@ class RunStatus:
     holder: Holder | None
     heartbeat_age_seconds: float | None
     running: Sequence[str]
+    queue: QueueStatus | None
 
 
 def read_status(paths: Paths) -> RunStatus:
@@ -91,6 +94,7 @@ def read_status(paths: Paths) -> RunStatus:
         holder=holder,
         heartbeat_age_seconds=heartbeat_age_seconds(paths.lease, holder) if holder else None,
         running=running,
+        queue=read_queue(paths.train, rows, newest),
     )
 
 

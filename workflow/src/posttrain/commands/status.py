@@ -1,4 +1,4 @@
-"""Show the state of runs: step, speed, reward, last checkpoint, attempts, holder, and queued jobs."""
+"""Show the state of runs: step, speed, reward, last checkpoint, attempts, holder, queued groups, and queued jobs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ def main(paths: Paths) -> None:
     """Show every run, or the named one; write nothing."""
     resolved, results = paths.resolved, paths.run.parent
     runs = choose(find_runs(results), resolved, results, is_named=bool(resolved.request.get("run")))
-    show_runs([read_status(Paths(dataclasses.replace(resolved, run=name))) for name in runs], results)
+    found = [read_status(Paths(dataclasses.replace(resolved, run=name))) for name in runs]
+    show_runs(found, results)
+    show_groups(found)
     show_queue(queued_jobs(resolved.config.site.launcher, Path.cwd()))
 
 
@@ -58,6 +60,24 @@ def show_runs(found: list[RunStatus], results: Path) -> None:
             str(status.num_attempts),
             describe_holder(status),
         )
+    Console(width=160).print(table)
+
+
+def show_groups(found: list[RunStatus]) -> None:
+    """Print one row per run that has a queue of groups between engines and trainer, if any."""
+    queues = [(status.run, status.queue) for status in found if status.queue]
+    if not queues:
+        return
+    table = Table("run", show_edge=False, header_style="bold")
+    for name in ("groups ready", "running at the last step"):
+        table.add_column(name, justify="right")
+    table.add_column("age of its tokens in updates")
+    table.add_column("groups dropped")
+    for run, queue in queues:
+        ages = ", ".join(f"{age}: {share:.0%}" for age, share in sorted(queue.ages.items()))
+        dropped = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in queue.dropped.items())
+        running = format_number(queue.num_running)
+        table.add_row(run, format_number(queue.num_ready), running, ages or "–", dropped or "none")
     Console(width=160).print(table)
 
 
