@@ -67,8 +67,16 @@ class Mode:
 
 
 @dataclass(frozen=True)
-class _Split:
-    """Engines of a split, what its trainer needs, and the times of an engine by its number of drafts."""
+class NodeSplit:
+    """A split of the nodes.
+
+    Args:
+        config: The configuration with the engines of this split.
+        train_nodes: Nodes that train.
+        train_seconds: Log-probabilities and training of a step.
+        sync_seconds: Transfer of new weights.
+        decoders: Number of drafts -> times of an engine.
+    """
 
     config: Config
     train_nodes: int
@@ -77,6 +85,7 @@ class _Split:
     decoders: dict[int, Decoder]
 
     def fleet(self, max_staleness: int) -> EngineFleet:
+        """Return the engines; those that run ahead do not draft."""
         engine, gpus = self.config.engine, engine_of(self.config)
         drafts = 0 if max_staleness else gpus.num_drafts
         return EngineFleet(
@@ -84,6 +93,7 @@ class _Split:
         )
 
     def steps(self, max_staleness: int) -> AsyncSteps:
+        """Return what a step does."""
         return replace(steps_of(self.config, self.train_seconds, self.sync_seconds), max_staleness=max_staleness)
 
 
@@ -95,8 +105,8 @@ def forecast_modes(config: Config, shared_storage: float) -> list[Mode]:
         shared_storage: Bytes per second.
     """
     save = storage(config).training_checkpoint / shared_storage
-    splits = _splits(config, shared_storage, is_shared=False)
-    found = [_synchronous(SHARED, _splits(config, shared_storage, is_shared=True), save)]
+    splits = splits_of(config, shared_storage, is_shared=False)
+    found = [_synchronous(SHARED, splits_of(config, shared_storage, is_shared=True), save)]
     found.append(_synchronous(APART, splits, save))
     staleness = sorted({*STALENESS, config.rollout.max_staleness} - {0})
     found += [_ahead(splits, one, save) for one in staleness]
@@ -148,7 +158,7 @@ def forecast_part(config: Config, shared_storage: float) -> dict[str, object] | 
     }
 
 
-def _splits(config: Config, shared_storage: float, is_shared: bool) -> list[_Split]:
+def splits_of(config: Config, shared_storage: float, is_shared: bool) -> list[NodeSplit]:
     """Return all splits that leave the trainer enough nodes, or engines on all nodes that share them."""
     per_node, size, pd = config.hardware.gpus_per_node, config.engine.gpus_per_engine, config.engine.pd
     prefill_size = pd.gpus_per_prefill_engine if prefill_gpus(config) else size
@@ -167,12 +177,14 @@ def _splits(config: Config, shared_storage: float, is_shared: bool) -> list[_Spl
             chosen = replace(pd, num_prefill_engines=prefills, gpus_per_prefill_engine=prefill_size)
             own = config.nodes - nodes
             split = replace(config, engine=replace(config.engine, num_engines=count, own_nodes=own, pd=chosen))
-            splits.append(_Split(split, nodes, factor * on_nodes(nodes), sync_seconds(split, shared_storage), decoders))
+            splits.append(
+                NodeSplit(split, nodes, factor * on_nodes(nodes), sync_seconds(split, shared_storage), decoders)
+            )
     return splits
 
 
-def _synchronous(name: str, splits: list[_Split], save: float) -> Mode | None:
-    def mode(split: _Split) -> Mode:
+def _synchronous(name: str, splits: list[NodeSplit], save: float) -> Mode | None:
+    def mode(split: NodeSplit) -> Mode:
         work, fleet = workload(split.config), split.fleet(0)
         rollout = rollout_of(fleet.engine, fleet.num_engines, work).seconds
         return _mode(split, 0, name, rollout + split.train_seconds + split.sync_seconds, rollout, save)
@@ -180,7 +192,7 @@ def _synchronous(name: str, splits: list[_Split], save: float) -> Mode | None:
     return min(map(mode, splits), key=lambda one: one.step_seconds, default=None)
 
 
-def _ahead(splits: list[_Split], max_staleness: int, save: float) -> Mode | None:
+def _ahead(splits: list[NodeSplit], max_staleness: int, save: float) -> Mode | None:
     """Return the best split, for each number of prefill engines by a search of the number of engines.
 
     A step first gets shorter with more engines, and then longer, because less of the nodes trains.
@@ -206,18 +218,18 @@ def _ahead(splits: list[_Split], max_staleness: int, save: float) -> Mode | None
     return None if best is None else replace(best, bound_seconds=least)
 
 
-def _bound(split: _Split, max_staleness: int) -> float:
+def _bound(split: NodeSplit, max_staleness: int) -> float:
     return bound_seconds(split.fleet(max_staleness), workload(split.config), split.steps(max_staleness))
 
 
-def _simulated(split: _Split, max_staleness: int, save: float) -> Mode:
+def _simulated(split: NodeSplit, max_staleness: int, save: float) -> Mode:
     found = simulated_steps(split.fleet(max_staleness), workload(split.config), split.steps(max_staleness))
     waits = found.trainer_idle * found.step_seconds
     mode = _mode(split, max_staleness, f"staleness {max_staleness}", found.step_seconds, waits, save)
     return replace(mode, staleness=found.staleness, pause_seconds=found.pause_seconds)
 
 
-def _mode(split: _Split, max_staleness: int, name: str, seconds: float, waits: float, save: float) -> Mode:
+def _mode(split: NodeSplit, max_staleness: int, name: str, seconds: float, waits: float, save: float) -> Mode:
     config, fleet = split.config, split.fleet(max_staleness)
     work = workload(config)
     wait = max(save - waits, 0.0) / config.trainer.save_interval

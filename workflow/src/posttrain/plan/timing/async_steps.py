@@ -60,13 +60,23 @@ class EngineFleet:
         )
 
 
-def simulated_steps(fleet: EngineFleet, work: Workload, steps: AsyncSteps) -> SimulatedSteps:
-    """Return what steps take, with responses as `work` describes them."""
+def simulated_steps(
+    fleet: EngineFleet, work: Workload, steps: AsyncSteps, lengths: Iterator[float] | None = None
+) -> SimulatedSteps:
+    """Return what steps take.
+
+    Args:
+        fleet: The engines.
+        work: Samples and lengths of a step.
+        steps: What a step does.
+        lengths: Tokens of one response after another, with the mean and the longest of `work`; by default
+            `response_lengths`.
+    """
     samples = steps.batch_size * steps.group_size
     weight = min(max(samples // MOST_REQUESTS, 1), steps.batch_size)
     fewer = replace(steps, batch_size=steps.batch_size // weight)
     scale = samples / (fewer.batch_size * steps.group_size)
-    return simulate(fewer, fleet.shared(round(scale)), response_lengths(work), NUM_STEPS)
+    return simulate(fewer, fleet.shared(round(scale)), lengths or response_lengths(work), NUM_STEPS)
 
 
 def steps_of(config: Config, train_seconds: float, sync_seconds: float) -> AsyncSteps:
