@@ -226,7 +226,7 @@ def _row(
     over = (f"{found[before][1].step_seconds / seconds:.2f}" for before in ("apart", "shared"))
     counts = (split.train_nodes, engine.num_engines, engine.pd.num_prefill_engines, f"{seconds:.0f}")
     bounds = ("", "") if bound is None else (f"{bound:.0f}", f"{bound / seconds:.2f}")
-    waits = (f"{steps.trainer_idle:.0%}", f"{steps.staleness:.1f}", f"{steps.pause_seconds:.1f}")
+    waits = (f"{steps.trainer_idle:.0%}", f"{abs(steps.staleness):.1f}", f"{steps.pause_seconds:.1f}")
     return name, "kernels" if indexer == "auto" else indexer, mode, *counts, bounds[0], *over, bounds[1], *waits
 
 

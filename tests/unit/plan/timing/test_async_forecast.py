@@ -47,7 +47,7 @@ def test_it_pays_where_nothing_holds_engines_up(glm5) -> None:
     part = forecast_part(config, SHARED_STORAGE)
     assert (part["fastest"], part["on_new_weights"]) == ("staleness 4", "keep")
     assert part["why"].startswith("staleness 4 is the fastest, 1.")
-    assert part["why"].endswith("the trainer limits it")
+    assert part["why"].endswith("engines limit it")
     assert min(part["modes"], key=lambda mode: mode["step_seconds"])["name"] == part["fastest"]
 
 

@@ -105,6 +105,15 @@ def test_engines_run_as_many_requests_as_they_have_places_for() -> None:
     assert simulated.num_running == pytest.approx(8)
 
 
+def test_responses_that_have_ended_leave_their_places_to_others() -> None:
+    """Groups of 100 and 50 tokens keep six places full: two start every 50 s, not three every 100."""
+    steps = AsyncSteps(4, 2, 4, train_seconds=10.0)
+    engines = dataclasses.replace(ENGINES, max_running=6)
+    simulated = simulate(steps, engines, itertools.cycle([100.0, 50.0]), 20)
+    assert simulated.step_seconds == pytest.approx(4 * 25)
+    assert simulated.num_running == pytest.approx(6)
+
+
 def test_engines_that_only_prefill_delay_new_requests_alone() -> None:
     """A prompt takes 10 s: of the engine that decodes, or of another beside it."""
     steps = AsyncSteps(1, 1, 1, train_seconds=1.0, on_new_weights="keep", prompt_tokens=10.0)

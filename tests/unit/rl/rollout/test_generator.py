@@ -64,6 +64,20 @@ class Engine:
         return web.json_response({"success": True, "status": "ok"})
 
 
+class HoldingEngine(Engine):
+    """Holds every other one of its first four requests until it is released."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.released = asyncio.Event()
+
+    async def generate(self, request: web.Request) -> web.Response:
+        answer = await super().generate(request)
+        if len(self.asked) in (1, 3):
+            await self.released.wait()
+        return answer
+
+
 class AbortingEngine(Engine):
     """Aborts its first request after two tokens and, when it is asked for the rest, before the next one."""
 
@@ -161,6 +175,22 @@ def test_an_engine_that_dies_gives_its_requests_to_the_other(play: Callable[...,
 
     play(story, dying, other)
     assert len(other.asked) >= 4
+
+
+def test_responses_that_have_ended_leave_their_places_to_others(play: Callable[..., None]) -> None:
+    """Two groups of two have the engine's four places; each waits for one response, and a third takes the others'."""
+    engine = HoldingEngine()
+
+    async def story(generator: TrajectoryGenerator, store: QueueStore) -> None:
+        await generator.begin(0)
+        async with asyncio.timeout(10):
+            while len(engine.asked) < 6:
+                await asyncio.sleep(0.01)
+        assert not engine.released.is_set()
+        engine.released.set()
+        assert len((await generator.collect(0)).groups) == 4
+
+    play(story, engine, rollout__rollout_batch_size=4, training__global_batch_size=8, engine__max_running_requests=4)
 
 
 def test_a_step_is_on_disk_before_it_is_trained_on(play: Callable[..., None]) -> None:

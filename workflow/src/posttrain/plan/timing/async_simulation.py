@@ -146,6 +146,7 @@ class _Run:
         self._groups: dict[int, _Group] = {}
         self._running: list[tuple[float, float, int]] = []  # progress at the end, and at the start; position
         self._start_sum = 0.0
+        self._num_responses = 0  # that run, or are prefilled
         self._prefilling: deque[tuple[float, int]] = deque()  # when it ends; position
         self._still_until = self._prefill_free = 0.0
         self._updates_at: list[float] = []  # progress at each update
@@ -182,8 +183,9 @@ class _Run:
         if self._phase in ("drain", "sync"):
             return
         size, queue = self._steps.group_size, self._queue
-        most = max(1, self._engines.max_running // size)
-        while queue.num_running < most and (position := queue.start()) is not None:
+        most = max(size, self._engines.max_running)
+        while self._num_responses + size <= most and (position := queue.start()) is not None:
+            self._num_responses += size
             self._groups[position] = _Group(queue.version, size)
             seconds = self._engines.prefill_seconds(size, self._steps.prompt_tokens)
             if self._engines.prefills_apart:
@@ -225,6 +227,7 @@ class _Run:
     def _end_request(self) -> None:
         end, start, position = heapq.heappop(self._running)
         self._start_sum -= start
+        self._num_responses -= 1
         group = self._groups[position]
         group.num_running -= 1
         group.tokens += end - start
@@ -235,6 +238,8 @@ class _Run:
         if not group.num_running:
             self._queue.add_ready(position, group.version)
             self._queue_changed = True
+        else:
+            self._start_groups()
         if self._phase == "drain" and not self._running:
             self._begin_sync()
 

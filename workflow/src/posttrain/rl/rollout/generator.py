@@ -118,6 +118,7 @@ class TrajectoryGenerator:
         self._mix = PromptMix(prompts, config.data)
         self._queue = TrajectoryQueue.of(config)
         self._ready: dict[int, TrajectoryGroup] = {}
+        self._num_responses = 0  # that are generated now
         self._background = _Background()
 
     async def begin(self, finished: int) -> None:
@@ -197,10 +198,11 @@ class TrajectoryGenerator:
             self._start_groups()
 
     def _start_groups(self) -> None:
-        """Start as many groups as the queue allows and engines can run at once."""
+        """Start as many groups as the queue allows and engines have places for; those of ended responses are free."""
         size, engine = self._config.rollout.num_samples_per_prompt, self._config.engine
-        most = max(1, engine.num_engines * engine.max_running_requests // size)
-        while self._queue.num_running < most and (position := self._queue.start()) is not None:
+        most = max(size, engine.num_engines * engine.max_running_requests)
+        while self._num_responses + size <= most and (position := self._queue.start()) is not None:
+            self._num_responses += size
             task = asyncio.create_task(self._generate(position))
             self._background.tasks.add(task)
             task.add_done_callback(self._ended)
@@ -242,6 +244,8 @@ class TrajectoryGenerator:
             except EngineError as error:
                 await self._wait_for_engines(error)
             if response.finish_reason != ABORTED:
+                self._num_responses -= 1
+                self._start_groups()
                 return response.as_result()
         raise AssertionError("unreachable")
 
