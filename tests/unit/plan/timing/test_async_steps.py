@@ -62,15 +62,36 @@ def test_no_step_is_faster_than_the_bound(glm5, max_staleness: int, train_second
         assert step == pytest.approx(2003)
 
 
-def test_the_bound_by_hand(glm5) -> None:
-    """Two batches of 1,024 fill both engines; or the longest response and a training, of which two overlap."""
-    fleet, work = EngineFleet.of(glm5), workload(glm5)
-    engine = fleet.decoder
-    busy = 1024 * 0.7 * 32768 * engine.token_seconds(1024, 256 + 32768 / (1 / 0.7 + 1)) / 2048
-    one_off = dataclasses.replace(steps_of(glm5, 10.0, 3.0), max_staleness=1)
-    assert bound_seconds(fleet, work, one_off) == pytest.approx(
-        max(3 + busy, (32768 * engine.token_seconds(1, 256 + 16384) + 13) / 2)
-    )
+class Affine:
+    """A token takes a time without load and one for each request of the engine."""
+
+    def __init__(self, alone: float, per_request: float):
+        self.alone, self.per_request = alone, per_request
+
+    def token_seconds(self, num_requests: float, context: float) -> float:
+        return self.alone + self.per_request * num_requests
+
+
+@pytest.mark.parametrize("train_seconds", [100.0, 200.0, 500.0])
+@pytest.mark.parametrize("max_staleness", [0, 1, 4])
+def test_the_bound_without_load(glm5, max_staleness: int, train_seconds: float) -> None:
+    """The trainer; 1,024 responses of 0.7 of the longest on 2,048 places; or the longest, of which k + 1 overlap.
+
+    Transfers of 3 s overlap with nothing.
+    """
+    fleet = dataclasses.replace(EngineFleet.of(glm5), decoder=Affine(0.01, 0.0))
+    steps = dataclasses.replace(steps_of(glm5, train_seconds, 3.0), max_staleness=max_staleness)
+    longest = 32768 * 0.01
+    busy = 0.7 * longest / min(max_staleness + 1, 2)
+    expected = 3 + max(train_seconds, busy, (longest + train_seconds) / (max_staleness + 1))
+    assert bound_seconds(fleet, workload(glm5), steps) == pytest.approx(expected, rel=2e-3)
+
+
+def test_the_bound_under_load(glm5) -> None:
+    """Of a synchronous rollout: the longest response without load, and all tokens' load of two engines."""
+    fleet = dataclasses.replace(EngineFleet.of(glm5), decoder=Affine(0.01, 1e-5))
+    expected = 32768 * 0.01 + 1024 * 0.7 * 32768 * 1e-5 / 2 + 100 + 3
+    assert bound_seconds(fleet, workload(glm5), steps_of(glm5, 100.0, 3.0)) == pytest.approx(expected, rel=5e-3)
 
 
 def test_the_plan_s_step_is_the_asynchronous_one(resolved) -> None:

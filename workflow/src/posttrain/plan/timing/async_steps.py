@@ -5,6 +5,7 @@ Responses have the distribution of `decoding`: a share (1 - x)^a of them is long
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -20,6 +21,8 @@ MOST_REQUESTS = 128
 # Steps to average over, and bits of a number of requests and of a context, by which decode times are looked up.
 NUM_STEPS, BITS = 6, 4
 SEED = 1
+# Numbers of running requests, parts of the tokens, and halvings with which a bound is searched.
+LOADS, PHASE_PARTS, SEARCH = 8, 16, 10
 
 
 @dataclass(frozen=True)
@@ -94,26 +97,85 @@ def steps_of(config: Config, train_seconds: float, sync_seconds: float) -> Async
 
 
 def bound_seconds(fleet: EngineFleet, work: Workload, steps: AsyncSteps) -> float:
-    """Return what no step can be faster than, however well engines and trainer overlap: the largest of
+    """Return what no step can be faster than, however well engines and trainer overlap. It takes
 
     - the trainer's time and the transfer;
     - the transfer, and the time of engines whose places are all taken, by up to `max_staleness` + 1 batches;
-    - the time of the longest response, alone on its engine, and of the trainer, of which `max_staleness` + 1 overlap.
+    - the time in which the longest response of a batch can be generated beside all others. It runs from the weights
+      that it starts with to the step that trains on it: for k updates, and for k + 1 times what a step takes beside.
+      In both parts engines may run as many requests as is best.
+
+    Each context counts as the mean one.
     """
-    alone = work.prompt_tokens + work.longest_response / 2
-    longest = work.longest_response * fleet.decoder.token_seconds(1.0, alone)
     trains = steps.train_seconds + steps.sync_seconds
-    busy = busy_seconds(fleet, work, steps.max_staleness)
-    return max(trains, steps.sync_seconds + busy, (longest + trains) / (steps.max_staleness + 1))
+    low = max(trains, steps.sync_seconds + busy_seconds(fleet, work, steps.max_staleness))
+    rates = _rates(fleet, work, steps.max_staleness)
+    high = low
+    while _longest(rates, work, steps, high) < work.longest_response:
+        low, high = high, 2 * high
+    for _ in range(SEARCH if high > low else 0):
+        middle = (low + high) / 2
+        is_enough = _longest(rates, work, steps, middle) >= work.longest_response
+        low, high = (low, middle) if is_enough else (middle, high)
+    return low
+
+
+def _rates(fleet: EngineFleet, work: Workload, max_staleness: int) -> list[tuple[float, float]]:
+    """Return (tokens per second of all, of each) for numbers of running requests: the concave hull, from idle on."""
+    most, context = _most_running(fleet, work, max_staleness), _mean_context(work)
+    loads = [float(fleet.num_engines) * (most / fleet.num_engines) ** (part / LOADS) for part in range(LOADS + 1)]
+    seconds = [fleet.decoder.token_seconds(max(load / fleet.num_engines, 1.0), context) for load in loads]
+    hull = [(0.0, 1 / seconds[0])]
+    for load, each in zip(loads, seconds, strict=True):
+        point = (load / each, 1 / each)
+        while len(hull) > 1 and _slope(hull[-2], hull[-1]) <= _slope(hull[-1], point):
+            hull.pop()
+        hull.append(point)
+    return hull
+
+
+def _slope(first: tuple[float, float], second: tuple[float, float]) -> float:
+    return (second[1] - first[1]) / max(second[0] - first[0], 1e-9)
+
+
+def _each(rates: list[tuple[float, float]], total: float) -> float:
+    """Return the tokens per second of each request where all get `total`."""
+    for first, second in itertools.pairwise(rates):
+        if total <= second[0]:
+            return first[1] + (total - first[0]) * _slope(first, second)
+    return rates[-1][1]
+
+
+def _longest(rates: list[tuple[float, float]], work: Workload, steps: AsyncSteps, step_seconds: float) -> float:
+    """Return the tokens of the longest response that can be trained on in time."""
+    k, during = steps.max_staleness, steps.train_seconds * (steps.max_staleness > 0)
+    beside = step_seconds - steps.train_seconds - steps.sync_seconds
+    tokens, most = work.num_samples * work.mean_share * work.longest_response, rates[-1][0]
+    # Tokens generated during the update, the others beside it.
+    least, largest = max(tokens - beside * most, 0.0), min(during * most, tokens)
+    best = 0.0
+    for part in range(PHASE_PARTS + 1):
+        generated = least + (largest - least) * part / PHASE_PARTS
+        reached = k * during * _each(rates, generated / during) if during else 0.0
+        reached += (k + 1) * beside * _each(rates, (tokens - generated) / beside) if beside > 0 else 0.0
+        best = max(best, reached)
+    return best
 
 
 def busy_seconds(fleet: EngineFleet, work: Workload, max_staleness: int) -> float:
     """Return the time of engines for a step's tokens, with as many requests as `max_staleness` allows and they hold."""
-    running = min((max_staleness + 1) * work.num_samples, fleet.places)
-    # A token's context on average: half of the mean square of the lengths over their mean.
-    context = work.prompt_tokens + work.longest_response / (1 / work.mean_share + 1)
-    seconds = fleet.decoder.token_seconds(max(running / fleet.num_engines, 1.0), context)
+    running = _most_running(fleet, work, max_staleness)
+    seconds = fleet.decoder.token_seconds(max(running / fleet.num_engines, 1.0), _mean_context(work))
     return work.num_samples * work.mean_share * work.longest_response * seconds / running
+
+
+def _most_running(fleet: EngineFleet, work: Workload, max_staleness: int) -> int:
+    return min((max_staleness + 1) * work.num_samples, fleet.places)
+
+
+def _mean_context(work: Workload) -> float:
+    """Return the context of a token on average: half of the mean square of the lengths over their mean."""
+    return work.prompt_tokens + work.longest_response / (1 / work.mean_share + 1)
 
 
 def response_lengths(work: Workload, seed: int = SEED) -> Iterator[float]:
