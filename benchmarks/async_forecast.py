@@ -6,7 +6,8 @@ marin, 67B MoE on 32 + 8 H100: two constants of its engines, a token's time with
 are fitted on the steps at staleness 0 and 1; those at 2, 3 and 4 are predicted. NeMo-RL, DeepSeek-V3 on 512 H100:
 nothing is fitted here; the constants of the plan are those of `benchmarks/published_fit.py`. GLM-5: each mode with the
 best split of 32 nodes, two published distributions of lengths, with and without the indexer's kernels. Engines keep
-their KV cache, and draft on no side (those that run ahead cannot); checkpoints are left out.
+their KV cache; checkpoints are left out. Engines draft only in the row that says so, for those that run ahead cannot:
+its rollouts are as much shorter as the plan lets drafts make them.
 
 Sources:
     marin#8955      6,235, 4,360, 3,544, 3,142 and 2,942 s per 100 updates at staleness 0 to 4 (2026-09-15)
@@ -41,7 +42,7 @@ from posttrain.plan.timing.async_simulation import AsyncSteps, SharedEngines, Si
 from posttrain.plan.timing.async_steps import EngineFleet, bound_seconds, response_lengths, simulated_steps
 from posttrain.plan.timing.decoding import Decoder, DecodingGpus
 from posttrain.plan.timing.fitted import FITTED
-from posttrain.plan.timing.rates import MEAN_RESPONSE_SHARE
+from posttrain.plan.timing.rates import MEAN_RESPONSE_SHARE, MOST_SPECULATION_GAIN
 from posttrain.plan.timing.rollout_of_step import Workload, workload
 from posttrain.plan.timing.step_time import logprob_seconds, train_seconds
 from posttrain.plan.timing.update_time import Trainer
@@ -164,7 +165,10 @@ def _forecast_glm5(num_steps: int, most_requests: int) -> None:
             with mock.patch.object(rollout_of_step, "MEAN_RESPONSE_SHARE", share):
                 rows += _modes(name, indexer)
     columns = ("lengths", "indexer", "mode", "train nodes", "engines", "prefill", "s a step", "bound")
-    report_table((*columns, "over apart", "over shared", "of the bound", "trainer idle", "age", "pause, s"), rows)
+    report_table(
+        (*columns, "over apart", "over shared", "over drafting", "of the bound", "trainer idle", "age", "pause, s"),
+        rows,
+    )
 
 
 def _mean_share() -> float:
@@ -177,6 +181,7 @@ def _modes(name: str, indexer: str) -> list[tuple[object, ...]]:
     config = resolve(request, CONFIG_DIR).config
     shared, apart = (splits_of(config, SHARED_STORAGE, is_shared) for is_shared in (True, False))
     found = {"shared": _best(shared, 0, name), "apart": _best(apart, 0, name)}
+    found["shared, drafting"] = _drafting(*found["shared"])
     for k, goal in GOALS.items():
         found[f"staleness {k}"] = _best(apart, k, name)
         step, bound = found[f"staleness {k}"][1].step_seconds, _bound(apart, k)
@@ -189,6 +194,12 @@ def _modes(name: str, indexer: str) -> list[tuple[object, ...]]:
     pause = found["staleness 1, recompute"][1].pause_seconds
     report(f"GLM-5, {name}, indexer {indexer}, recompute: pause of an update, s", pause, 1.6)
     return [_row(name, indexer, mode, split, steps, found, apart) for mode, (split, steps) in found.items()]
+
+
+def _drafting(split: NodeSplit, steps: SimulatedSteps) -> tuple[NodeSplit, SimulatedSteps]:
+    beside = split.train_seconds + split.sync_seconds
+    seconds = beside + (steps.step_seconds - beside) / MOST_SPECULATION_GAIN
+    return split, dataclasses.replace(steps, step_seconds=seconds, trainer_idle=1 - beside / seconds)
 
 
 def _recomputing(config: Config) -> Config:
@@ -223,7 +234,7 @@ def _row(
     engine, seconds = split.config.engine, steps.step_seconds
     staleness = int(mode.split()[1].rstrip(",")) if mode.startswith("staleness") else None
     bound = None if staleness is None else _bound(apart, staleness)
-    over = (f"{found[before][1].step_seconds / seconds:.2f}" for before in ("apart", "shared"))
+    over = (f"{found[before][1].step_seconds / seconds:.2f}" for before in ("apart", "shared", "shared, drafting"))
     counts = (split.train_nodes, engine.num_engines, engine.pd.num_prefill_engines, f"{seconds:.0f}")
     bounds = ("", "") if bound is None else (f"{bound:.0f}", f"{bound / seconds:.2f}")
     waits = (f"{steps.trainer_idle:.0%}", f"{abs(steps.staleness):.1f}", f"{steps.pause_seconds:.1f}")
