@@ -97,11 +97,12 @@ def test_with_a_checkpoint_engines_start_without_weights(tmp_path: Path) -> None
     assert not (tmp_path / "here").exists()
 
 
-def test_progress_gives_new_attempts(tmp_path: Path) -> None:
-    """Two attempts finish a chunk each and die; only those after them count as idle. Each has a secret of its own."""
+@pytest.mark.parametrize("work", ["step_000000/chunk", "queue/group"])
+def test_progress_gives_new_attempts(tmp_path: Path, work: str) -> None:
+    """Two attempts finish a chunk or a group each and die; only later ones are idle. Each has a secret of its own."""
     count = "echo $POSTTRAIN_ENGINE_SECRET >> secrets;"
-    count += "n=$(ls attempts | wc -l); mkdir -p rollouts/step_000000"
-    work = f"{count}; touch rollouts/step_000000/chunk_000$((n < 3 ? n : 2)).json"
+    count += f"n=$(ls attempts | wc -l); mkdir -p rollouts/{Path(work).parent}"
+    work = f"{count}; touch rollouts/{work}_000$((n < 3 ? n : 2)).json"
     with pytest.raises(RuntimeError, match="3 times without progress"):
         supervise(make_job(tmp_path, f"{work}; {DIES}", arguments=required_arguments(tmp_path)))
     assert len(attempts_of(tmp_path)) == 2 + MAX_IDLE_ATTEMPTS

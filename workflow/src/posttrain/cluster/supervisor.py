@@ -199,7 +199,9 @@ def _with_own_config(job: TrainingJob, config: Config) -> TrainingJob:
     return dataclasses.replace(job, config_path=own)
 
 
-def _progress(run_folder: Path) -> tuple[int, int]:
-    """Return (last committed checkpoint's step, number of finished rollout chunks), which measures progress."""
+def _progress(run_folder: Path) -> tuple[int, int, int]:
+    """Return the progress: last committed checkpoint's step, finished chunks of rollouts, groups in the queue."""
     steps = [int(path.name.removeprefix("step_")) for path in (run_folder / "checkpoints").glob("step_??????")]
-    return max(steps, default=0), len(list((run_folder / "rollouts").glob("step_*/chunk_*.json")))
+    rollouts = run_folder / "rollouts"
+    chunks, groups = ([*rollouts.glob(files)] for files in ("step_*/chunk_*.json", "queue/group_*.json"))
+    return max(steps, default=0), len(chunks), len(groups)
