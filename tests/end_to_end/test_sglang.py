@@ -28,6 +28,7 @@ from tests.support.workflow_runs import FAST, WorkflowFolder
 
 from posttrain.cluster.processes import GRACE_SECONDS, ORPHAN_SECONDS
 from posttrain.config.schema import Architecture
+from posttrain.rl.rollout.queue_store import QueueStore
 from posttrain.rl.rollout.rollout_store import RolloutStore
 
 ARCHITECTURE = dataclasses.replace(TINY_DEEPSEEK, rms_norm_eps=1e-6, num_nextn_predict_layers=0)
@@ -46,6 +47,23 @@ TWO_ENGINES = {
     "algorithm.zero_advantages": "update",
 }
 NUM_FAULTS, NUM_STEPS = 20, 9
+# Responses so long that new weights find some of them half done.
+AHEAD = {
+    "engine.num_engines": 2,
+    "rollout.max_staleness": 1,
+    "algorithm.preset": "tis",
+    "rollout.num_samples_per_prompt": 16,
+    "rollout.max_response_tokens": 16,
+    "training.global_batch_size": 128,
+    "training.num_steps": 12,
+    "trainer.mismatch_interval": 1,
+    "trainer.save_interval": 12,
+    "logging.keep_rollouts": "true",
+    "reward.min_own_label": 0,
+}
+SEVENS = """def share(data_source, solution_str, ground_truth, extra_info):
+    return solution_str.count(ground_truth) / 16
+"""
 # Of one rank, with the one in which weights go to the engine.
 GLOO_GROUPS = 25 + 1
 
@@ -176,6 +194,31 @@ def test_classes_learn_in_bf16_with_two_engines(
     compared = [row["mismatch/abs_diff_mean"] for row in rows if "mismatch/abs_diff_mean" in row]
     assert len(compared) > 1
     assert max(compared) <= 5e-3
+
+
+@pytest.mark.faults("slow")
+@pytest.mark.parametrize("mode", ["recompute", "keep", "abort", "finish"])
+def test_grpo_learns_with_two_engines_that_run_ahead(tmp_path: Path, settings: dict[str, object], mode: str) -> None:
+    """What happens to running requests when new weights come does not keep the reward from rising."""
+    workflow = WorkflowFolder(tmp_path / "work", tmp_path / "store", settings | AHEAD)
+    workflow.settings["rollout.on_new_weights"] = mode
+    workflow.settings["data.reward"] = f"{tmp_path / 'sevens.py'}:share"
+    (tmp_path / "sevens.py").write_text(SEVENS)
+    workflow.run("train", timeout=900)
+    rows = workflow.metrics()
+    rewards = [row["rollout/reward_mean"] for row in rows]
+    assert rewards[0] < 0.1 < 0.5 < rewards[-1], f"the reward does not rise: {rewards}"
+    compared = [row["mismatch/abs_diff_mean"] for row in rows if "mismatch/abs_diff_mean" in row]
+    assert len(compared) > 1
+    assert max(compared) <= 1e-5, "trainer against SGLang, on tokens of the very weights served"
+    store = QueueStore(workflow.run_folder / "train/rollouts")
+    ages, num_versions = set[int](), set[int]()
+    for step in range(len(rows)):
+        for one in (one for group in store.read_step(step, 8) for one in group.trajectories):
+            ages |= {step - (span.version or 0) for span in one.versions}
+            num_versions.add(len(one.versions))
+    assert ages == {0, 1}
+    assert (max(num_versions) > 1) == (mode != "finish")
 
 
 @pytest.mark.faults("slow")
