@@ -209,7 +209,8 @@ def test_grpo_learns_with_two_engines_that_run_ahead(tmp_path: Path, settings: d
     rewards = [row["rollout/reward_mean"] for row in rows]
     assert rewards[0] < 0.1 < 0.5 < rewards[-1], f"the reward does not rise: {rewards}"
     compared = [row["mismatch/abs_diff_mean"] for row in rows if "mismatch/abs_diff_mean" in row]
-    assert len(compared) > 1
+    # With "finish" every step but the first trains on tokens of the weights before.
+    assert len(compared) > (mode != "finish")
     assert max(compared) <= 1e-5, "trainer against SGLang, on tokens of the very weights served"
     store = QueueStore(workflow.run_folder / "train/rollouts")
     ages, num_versions = set[int](), set[int]()
