@@ -103,8 +103,8 @@ VIOLATIONS = (
         ["trainer.recompute_num_layers"],
     ),
     ("glm5", "training.global_batch_size=48", ["training.global_batch_size"]),
-    # 64 samples divide by 2, but four data-parallel ranks cannot share two.
-    ("glm5", "training.global_batch_size=2", ["training.global_batch_size"]),
+    # Two data-parallel ranks cannot share one sample.
+    ("glm5", "training.global_batch_size=1", ["training.global_batch_size"]),
     ("glm5", "trainer.max_tokens_per_gpu=1024", ["trainer.max_tokens_per_gpu"]),
     ("glm5", "rollout.overlong_samples=refuse", ["rollout.max_prompt_tokens"]),
     ("glm5", "rollout.overlong_samples=refuse rollout.max_prompt_tokens=1", ["trainer.max_tokens_per_gpu"]),
@@ -207,7 +207,7 @@ def test_the_recipes_break_no_rule(model):
 def test_tensor_parallelism_spans_nodes_that_links_join():
     # Source of TP 8 on GB300, whose nodes have four GPUs: radixark/miles, scripts/run_glm5_2_744b_a40b.py.
     recipe = read_yaml(CONFIG_DIR / "nodes" / "glm5_16.yaml")["parallel"]
-    sizes = {**recipe, "tensor_model_parallel_size": 8, "expert_model_parallel_size": 16}
+    sizes = {**recipe, "tensor_model_parallel_size": 8, "context_parallel_size": 2, "expert_model_parallel_size": 16}
     settings = " ".join(f"parallel.{name}={size}" for name, size in sizes.items())
     on_gb300 = {**MODELS["glm5"], "hardware": "gb300"}
     merge({**on_gb300, "set": settings}, CONFIG_DIR)

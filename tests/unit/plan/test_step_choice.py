@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.published_layout import PUBLISHED_LAYOUT
 
 from posttrain.plan.resolve import resolve
 from posttrain.plan.sizing.assumptions import ASSUMPTIONS
@@ -23,8 +24,7 @@ from posttrain.plan.step_choice import (
 from posttrain.plan.timing.step_time import training_seconds
 
 CONFIG = Path(__file__).parents[3] / "config"
-CUT = "trainer.max_tokens_per_gpu=16384"
-PUBLISHED = f"{CUT} parallel.context_parallel_size=2 trainer.recompute_granularity=full"
+OLD_CUT = PUBLISHED_LAYOUT.removesuffix("trainer.recompute_granularity=full")
 
 
 def resolved(model: str, settings: str = "", **words: Any):
@@ -34,8 +34,7 @@ def resolved(model: str, settings: str = "", **words: Any):
 
 @pytest.fixture(scope="module")
 def glm5():
-    cut = "parallel.context_parallel_size=4 trainer.max_tokens_per_gpu=8192"
-    return resolved("glm5", cut, nodes=16, recipe="production")
+    return resolved("glm5", nodes=16, recipe="production")
 
 
 def test_glm5_computes_modules_again_and_has_the_optimizers_state_on_the_host(glm5) -> None:
@@ -43,7 +42,7 @@ def test_glm5_computes_modules_again_and_has_the_optimizers_state_on_the_host(gl
     assert (trainer.recompute_granularity, trainer.optimizer_cpu_offload) == ("selective", True)
     assert "mla_up_proj" in trainer.recompute_modules
     assert glm5.origins["trainer.recompute_modules"] == "planner"
-    words = {"model": "glm5", "nodes": 16, "recipe": "production", "set": PUBLISHED}
+    words = {"model": "glm5", "nodes": 16, "recipe": "production", "set": PUBLISHED_LAYOUT}
     plain = resolve({"site": "local", **words}, CONFIG).config
     assert training_seconds(glm5.config) < 0.85 * training_seconds(plain)
 
@@ -60,10 +59,10 @@ def test_rows_are_cut_where_that_saves_recomputation(glm5) -> None:
 
 def test_a_kept_choice_is_searched_where_layers_are_computed_again_in_full() -> None:
     """GLM-5.2's layers take it over anyway; with kernels it gains less than a hundredth, and takes memory."""
-    config = resolved("glm5", f"{CUT} parallel.context_parallel_size=2 trainer.recompute_num_layers=1", nodes=16).config
-    words = {each.values[KEPT] for each in candidates(config, {GRANULARITY, KEPT})}
-    assert words == {"none", "all"}
-    in_torch = resolved("glm5", f"{CUT} trainer.recompute_num_layers=1 trainer.indexer_kernel=torch", nodes=16).config
+    config = resolved("glm5", f"{OLD_CUT} trainer.recompute_num_layers=1", nodes=16).config
+    assert {each.values[KEPT] for each in candidates(config, {GRANULARITY, KEPT})} == {"none", "all"}
+    words = f"{OLD_CUT} trainer.recompute_num_layers=1 trainer.indexer_kernel=torch"
+    in_torch = resolved("glm5", words, nodes=16).config
     assert in_torch.trainer.keep_index_choice == "all"
     shared = resolved("glm5.2", "trainer.recompute_num_layers=1", nodes=16).config
     assert {each.values[KEPT] for each in candidates(shared, {GRANULARITY, KEPT})} == {"none"}
@@ -86,7 +85,7 @@ def test_what_is_given_stays() -> None:
     config = resolved("glm5", settings, nodes=16).config
     assert not config.trainer.optimizer_cpu_offload
     assert config.parallel.virtual_pipeline_model_parallel_size == 1
-    assert config.parallel.context_parallel_size == 2, "the recipe's"
+    assert config.parallel.context_parallel_size == 4, "the recipe's"
     chunked = resolved("glm5", "trainer.recompute_num_layers=2", nodes=16).config.trainer
     assert (chunked.recompute_granularity, chunked.recompute_num_layers) == ("full", 2)
 

@@ -1,4 +1,5 @@
 import pytest
+from tests.support.published_layout import PUBLISHED_LAYOUT
 
 from posttrain.plan.flags.environment import trainer_environment
 from posttrain.plan.flags.flag import as_arguments, as_environment, as_mapping, flag
@@ -59,7 +60,7 @@ def test_a_constant_without_a_reason_is_refused():
 
 def test_the_trainer_fields_of_the_recipe(flags_of):
     """Numbers of `miles-glm5-recipe.txt`, by meaning."""
-    flags = {name: item["value"] for name, item in flags_of("glm5").items()}
+    flags = {name: item["value"] for name, item in flags_of("glm5", set=PUBLISHED_LAYOUT).items()}
     expected = {
         "megatron.model tensor_model_parallel_size": 4,
         "megatron.model pipeline_model_parallel_size": 4,

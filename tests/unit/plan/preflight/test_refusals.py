@@ -5,6 +5,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 import pytest
+from tests.support.published_layout import PUBLISHED_LAYOUT
 from tests.support.rejections import rejected
 
 from posttrain.config.rules import check_trainable
@@ -15,6 +16,7 @@ from posttrain.plan.resolve import resolve
 CONFIG_DIR = Path(__file__).parents[4] / "config"
 EVERYTHING = {"list_hf_checkpoint", "resolve_config", "train", "evaluate", "render_report"}
 SLURM = "example_slurm"
+SMALL = f"{PUBLISHED_LAYOUT} hardware.memory_gib_per_gpu=126 rollout.max_prompt_tokens=16000"
 
 
 def keys_of(rules: set[str], **workflow: str | int) -> list[str]:
@@ -126,10 +128,9 @@ def test_a_missing_key_of_wandb_is_told_before_the_first_job(monkeypatch: pytest
             {
                 "model": "glm5",
                 "site": SLURM,
-                "set": "hardware.memory_gib_per_gpu=126 rollout.max_prompt_tokens=16000 "
-                "rollout.max_response_tokens=32000",
+                "set": f"{SMALL} rollout.max_response_tokens=32000",
             },
-            "set='hardware.memory_gib_per_gpu=126 rollout.max_prompt_tokens=16000 rollout.max_response_tokens=16000'",
+            f"set='{SMALL} rollout.max_response_tokens=16000'",
         ),
         ({"model": "glm5_4layer", "site": "local"}, "set='model.source.revision=COMMIT'"),
         (
@@ -145,8 +146,7 @@ def test_the_nearest_that_can_be_trained(workflow: dict[str, str], expected: str
 
 def test_the_nearest_can_be_trained() -> None:
     """Whoever types it is not refused again."""
-    small = "hardware.memory_gib_per_gpu=126 rollout.max_prompt_tokens=16000 rollout.max_response_tokens=32000"
-    words = nearest(model="glm5", site=SLURM, set=small)
+    words = nearest(model="glm5", site=SLURM, set=f"{SMALL} rollout.max_response_tokens=32000")
     config = resolve({"model": "glm5", "site": SLURM, "set": words.removeprefix("set='")[:-1]}, CONFIG_DIR).config
     assert [*check_trainable(config), *find_problems(config)] == []
 

@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.support.published_layout import PUBLISHED_LAYOUT
 
 from posttrain.config.derived import world_size
 from posttrain.config.engine import PrefillDecode
@@ -84,7 +85,7 @@ def test_order_fits_first_then_the_shorter_update(resolved):
 
 def test_the_published_recipe_is_among_the_first_that_fit(resolved):
     # Source of the recipe: radixark/miles, scripts/run_glm5_744b_a40b.py, branch of 16 nodes and more.
-    config = resolved("glm5").config
+    config = resolved("glm5", set=PUBLISHED_LAYOUT).config
     proposals = propose_layouts(config)
     place = [p.parallel for p in proposals].index(config.parallel)
     assert proposals[place].fits
@@ -96,7 +97,7 @@ def test_the_published_recipe_is_among_the_first_that_fit(resolved):
 
 
 def test_idle_share_of_a_pipeline(resolved):
-    config = resolved("glm5").config
+    config = resolved("glm5", set=PUBLISHED_LAYOUT).config
     cost = assess_layout(config, engine_memory(config)).cost
     # 64 samples, one per micro-batch, over 4 data-parallel ranks; 16 turns of 78 / 4 layers in 19 turns of 20.
     assert cost.num_micro_batches == 16
@@ -104,7 +105,7 @@ def test_idle_share_of_a_pipeline(resolved):
 
 
 def test_interleaved_stages_idle_for_less_and_send_more(resolved):
-    config = resolved("glm5").config
+    config = resolved("glm5", set=PUBLISHED_LAYOUT).config
     parallel = dataclasses.replace(config.parallel, virtual_pipeline_model_parallel_size=2)
     plain, chunked = (
         assess_layout(each, engine_memory(config)).cost
@@ -117,7 +118,7 @@ def test_interleaved_stages_idle_for_less_and_send_more(resolved):
 
 
 def test_bytes_sent_in_an_update_of_the_recipe_by_hand(resolved):
-    config = resolved("glm5").config
+    config = resolved("glm5", set=PUBLISHED_LAYOUT).config
     stages, batch = stage_memory(config), fullest_micro_batch(config, ASSUMPTIONS)
     # A byte takes a second anywhere, and computing takes none.
     rates = Rates(flops=1e40, node_link=1.0, network=1.0, launch_seconds=0.0, latency_seconds=0.0)

@@ -44,7 +44,7 @@ def test_counts_without_a_recipe_get_the_planners_layout():
     assert origins["engine.gpus_per_engine"] == "planner"
 
 
-@pytest.mark.parametrize(("model", "nodes"), [("tiny", 1), ("glm5", 16)])
+@pytest.mark.parametrize(("model", "nodes"), [("tiny", 1), ("deepseek_v3", 16)])
 def test_recipes_and_single_ranks_resolve_as_without_a_planner(tmp_path, monkeypatch, model, nodes):
     monkeypatch.chdir(tmp_path)  # where no older run is
     workflow = {"model": model, "site": "local", "nodes": nodes}

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+from tests.support.published_layout import PUBLISHED_LAYOUT
 
 from posttrain.config.schema import Config
 from posttrain.plan.sizing.activations import MicroBatch
@@ -28,7 +29,7 @@ def with_sizes(config: Config, **sizes: int) -> Config:
 
 @pytest.fixture
 def glm5(resolved: Any) -> Config:
-    return resolved("glm5").config
+    return resolved("glm5", set=PUBLISHED_LAYOUT).config
 
 
 def test_computing(glm5: Config) -> None:

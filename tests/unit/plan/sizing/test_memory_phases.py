@@ -2,6 +2,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from tests.support.published_layout import PUBLISHED_LAYOUT
 
 from posttrain.cluster.placement import engines_on_node
 from posttrain.config.load import Resolved
@@ -133,7 +134,7 @@ def test_the_pool_and_the_weights_of_an_engine_are_its_static_share(resolved):
 
 
 def test_saved_activations_of_the_recipe_by_hand(resolved):
-    config = resolved("glm5").config
+    config = resolved("glm5", set=PUBLISHED_LAYOUT).config
     batch = fullest_micro_batch(config, ASSUMPTIONS)
     # The budget is 32,768; a response of as many tokens has a prompt of up to a quarter of that, and a row of its own.
     assert batch == MicroBatch(tokens=40960, num_sequences=1, longest=40960)
@@ -170,7 +171,7 @@ def test_chunks_in_flight_are_counted_one_by_one():
 
 
 def test_interleaved_chunks_of_the_recipe(resolved):
-    config = resolved("glm5").config
+    config = resolved("glm5", set=PUBLISHED_LAYOUT).config
     parallel = dataclasses.replace(config.parallel, virtual_pipeline_model_parallel_size=2)
     interleaved = dataclasses.replace(config, parallel=parallel)
     batch = fullest_micro_batch(config, ASSUMPTIONS)
@@ -235,16 +236,16 @@ def test_a_save_needs_room_for_one_tensor_of_its_stage(resolved):
 
 
 def test_offload_moves_state_to_the_host(resolved):
-    inside = rows_of(resolved("glm5").config, 1)
-    outside = rows_of(resolved("glm5", set="trainer.optimizer_cpu_offload=true").config, 1)
+    inside = rows_of(resolved("glm5", set=PUBLISHED_LAYOUT).config, 1)
+    outside = rows_of(resolved("glm5", set=f"{PUBLISHED_LAYOUT} trainer.optimizer_cpu_offload=true").config, 1)
     state = inside["train"].gpu["optimizer"]
     assert inside["train"].gpu_gib - outside["train"].gpu_gib == pytest.approx(state)
     assert all(row.host["offloaded_optimizer"] == pytest.approx(state * 16 / 12) for row in outside.values())
 
 
 def test_who_never_sleeps_is_planned_beside_the_other_and_refused_where_both_do_not_fit(resolved):
-    config = resolved("glm5", set="engine.sleep=never").config
-    turns = rows_of(resolved("glm5").config, 1)
+    config = resolved("glm5", set=f"{PUBLISHED_LAYOUT} engine.sleep=never").config
+    turns = rows_of(resolved("glm5", set=PUBLISHED_LAYOUT).config, 1)
     trains, rollout = turns["train"], turns["rollout"]
     of_engine = rollout.gpu_gib - rollout.gpu["reserve"] - rollout.gpu["kernels"]
     assert (round(trains.gpu_gib, 1), round(of_engine, 1)) == (126.8, 104.3)

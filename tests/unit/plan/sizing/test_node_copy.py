@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+from tests.support.published_layout import PUBLISHED_LAYOUT
 
 from posttrain.config.schema import Config
 from posttrain.plan.sizing.node_copy import NodeCopy, node_copies, node_copy, rollout_bytes
@@ -19,7 +20,7 @@ AWAKE = "engine.sleep=never engine.weight_transport=tensor engine.pd.num_prefill
 
 
 def config_of(resolved: Any, words: str = "", nodes: int = 16, **parallel: int) -> Config:
-    config = resolved("glm5", set=f"site.node_names=[] {words}").config
+    config = resolved("glm5", set=f"{PUBLISHED_LAYOUT} site.node_names=[] {words}").config
     return dataclasses.replace(config, nodes=nodes, parallel=dataclasses.replace(config.parallel, **parallel))
 
 

@@ -3,6 +3,7 @@ import re
 
 import pytest
 from benchmarks.published import machine_of
+from tests.support.published_layout import PUBLISHED_LAYOUT
 
 from posttrain.plan.problems import find_problems
 from posttrain.plan.sizing.flops import sequence_flops
@@ -32,7 +33,7 @@ SHARED_STORAGE = 20e9
 
 @pytest.fixture
 def glm5(resolved):
-    return resolved("glm5").config
+    return resolved("glm5", set=PUBLISHED_LAYOUT).config
 
 
 def rollout_seconds(config):
@@ -117,16 +118,16 @@ def test_the_recipe_of_16_nodes(glm5):
 
 
 def test_in_torch_the_indexer_takes_longer(resolved, glm5):
-    in_torch = resolved("glm5", set="trainer.indexer_kernel=torch").config
+    in_torch = resolved("glm5", set=f"{PUBLISHED_LAYOUT} trainer.indexer_kernel=torch").config
     assert update_mfu(in_torch) == pytest.approx(0.0560, abs=0.0005)
     assert update_causes(in_torch)["indexer"] > 10 * update_causes(glm5)["indexer"] > 0
 
 
 def test_evaluation_is_a_rollout_of_the_held_out_prompts(resolved, glm5):
     for words in ("engine.mem_fraction_static=0.1", "evaluation.addresses=[gpu7:30000]"):
-        config = resolved("glm5", set=words).config
+        config = resolved("glm5", set=f"{PUBLISHED_LAYOUT} {words}").config
         assert not {"evaluate before", "evaluate after"} & set(step_durations(config, SHARED_STORAGE)), words
-    large = resolved("glm5", set="evaluation.precision=source").config
+    large = resolved("glm5", set=f"{PUBLISHED_LAYOUT} evaluation.precision=source").config
     assert {"evaluate before", "evaluate after"} < set(step_durations(large, SHARED_STORAGE)), "two nodes hold it"
     assert {"evaluate before", "evaluate after"} < set(step_durations(glm5, SHARED_STORAGE))
     seconds = step_durations(resolved("glm5_4layer").config, SHARED_STORAGE)
@@ -139,7 +140,7 @@ def test_evaluation_is_a_rollout_of_the_held_out_prompts(resolved, glm5):
 
 def test_engines_that_prefill_do_not_decode(resolved, glm5):
     """Half of 128 GPUs decode 64 samples at the speed of one engine of two; the prompts are short."""
-    both = resolved("glm5", set="engine.num_engines=2 engine.pd.num_prefill_engines=0").config
+    both = resolved("glm5", set=f"{PUBLISHED_LAYOUT} engine.num_engines=2 engine.pd.num_prefill_engines=0").config
     apart, together = rollout_seconds(glm5), rollout_seconds(both)
     work = workload(glm5)
     assert apart > together
@@ -148,7 +149,7 @@ def test_engines_that_prefill_do_not_decode(resolved, glm5):
     one = rollout_of(engine_of(both), 1, work).seconds
     assert apart == pytest.approx(one, rel=1e-9)
     assert together == pytest.approx(rollout_of(engine_of(both), 1, half).seconds, rel=1e-9)
-    slower = resolved("glm5", set="engine.pd.gpus_per_prefill_engine=8").config
+    slower = resolved("glm5", set=f"{PUBLISHED_LAYOUT} engine.pd.gpus_per_prefill_engine=8").config
     prompts = work.num_samples * sequence_flops(glm5.model.architecture, work.prompt_tokens).forward
     more = prompts * (1 / 8 - 1 / 64) / (glm5.hardware.bf16_tflops * 1e12 * COMPUTE_SHARE)
     assert rollout_seconds(slower) - apart == pytest.approx(more, rel=1e-6)
@@ -156,7 +157,7 @@ def test_engines_that_prefill_do_not_decode(resolved, glm5):
 
 def test_a_split_keeps_the_engines_that_prefill(resolved):
     settings = "engine.gpus_per_engine=16 engine.pd.gpus_per_prefill_engine=32 trainer.optimizer_cpu_offload=true"
-    config = resolved("glm5", set=settings).config
+    config = resolved("glm5", set=f"{PUBLISHED_LAYOUT} {settings}").config
     # 10 of 16 nodes train: of 48 GPUs 32 prefill and one engine decodes; with 11 none is left to decode.
     assert best_split(config, fits=lambda nodes: nodes == 10)
     assert best_split(config, fits=lambda nodes: nodes == 11) is None
@@ -180,7 +181,7 @@ def test_the_trainers_nodes_alone_have_its_offloaded_optimizer(resolved):
 
 
 def test_an_offloaded_optimizer_takes_longer(resolved, glm5):
-    offloaded = resolved("glm5", set="trainer.optimizer_cpu_offload=true").config
+    offloaded = resolved("glm5", set=f"{PUBLISHED_LAYOUT} trainer.optimizer_cpu_offload=true").config
     there, here = (step_durations(config, SHARED_STORAGE)["step_train"] for config in (offloaded, glm5))
     # 744e9 parameters, 4 + 2 12 + 2 bytes, 16 nodes at 200 GB/s
     assert there - here == pytest.approx(743.9 * 30 / (16 * 200), rel=0.05)
@@ -195,7 +196,7 @@ def test_the_best_split_leaves_both_enough(resolved):
         "engine.gpus_per_engine=16 engine.num_engines=8 engine.pd.num_prefill_engines=0 "
         "trainer.optimizer_cpu_offload=true"
     )
-    config = resolved("glm5", set=settings).config
+    config = resolved("glm5", set=f"{PUBLISHED_LAYOUT} {settings}").config
     split = best_split(config)
     assert split.train_nodes + split.rollout_nodes == 16
     # 744e9 parameters of 6 bytes on GPUs of 140.4 GiB

@@ -201,11 +201,12 @@ def recomputation_in_words(config: Config) -> str:
 
 
 def _best(found: list[Candidate]) -> Candidate:
-    """Return the plainest of those that fit and are nearly as fast as the fastest; the leanest where none fits."""
+    """Return the plainest of those that fit and are nearly as fast as the fastest; of the leanest where none fits."""
     fitting = (each for each in found if each.fits)
     fastest = next(fitting, None)
     if fastest is None:
-        return min(found, key=lambda each: each.fullest[1])
+        leanest = min(each.fullest[1] for each in found)  # equal for all where engines alone are too large
+        return _plainest([each for each in found if each.fullest[1] == leanest])
     if not fastest.seconds:  # of equal ones the first is the one that recomputes least
         return fastest
     most = fastest.seconds * (1 + NEARLY)
