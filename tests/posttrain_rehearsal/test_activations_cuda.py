@@ -111,12 +111,12 @@ def test_peaks_of_another_rehearsal(model, words, peaks):
     hold_against(shallow(config_of(model, **words)), peaks, trainer_sleeps=True, tolerance=0.013)
 
 
+FULL = "trainer.recompute_granularity=full"
 # GLM-5 on 16 nodes with few layers of each kind: kernels choose keys, four ranks share a row.
-CUT = "parallel.context_parallel_size=4 trainer.max_tokens_per_gpu=8192 trainer.recompute_granularity=auto"
 RECIPE_PEAKS = [
     # Modules are computed again.
     (
-        {"recipe": "production", "set": CUT},
+        {"recipe": "production"},
         {
             (0, "old_logprobs"): 3.355,
             (0, "mismatch"): 4.051,
@@ -214,7 +214,7 @@ def test_keys_being_chosen_are_the_fullest_moment_of_a_long_rows_forward_pass():
 
 def test_layers_keep_the_choice_that_later_ones_take_over():
     """GLM-5.2 chooses keys in some layers alone: 2,048 for each of a tensor-parallel rank's tokens, in 16 bits."""
-    config, batch = config_of("glm5.2", 16), MicroBatch(4096, 1, 4096)
+    config, batch = config_of("glm5.2", 16, set=FULL), MicroBatch(4096, 1, 4096)
     arch, parallel, (layers,) = config.model.architecture, config.parallel, stage_chunks(config)[0]
     stages, context = parallel.pipeline_model_parallel_size, parallel.context_parallel_size
     tokens = 4096 // context // parallel.tensor_model_parallel_size
