@@ -62,9 +62,7 @@ class WeightEndpoints:
         return [web.post(path, self._handler(call)) for path, call in calls.items()]
 
     def begin(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Open an update."""
-        if self._update is not None:
-            raise WeightError(UPDATE_OPEN)
+        """Open an update; one whose sender was killed is dropped, and none of its tensors was served."""
         self._update = self._weights.begin_update()
         return {}
 
