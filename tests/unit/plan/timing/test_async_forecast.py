@@ -10,6 +10,7 @@ from posttrain.plan.timing.async_forecast import APART, SHARED, explained, forec
 from posttrain.plan.timing.step_time import step_durations
 
 SHARED_STORAGE = 20e9
+TAIL_MODE = "shared, tail 0.5"
 KEEP = "rollout.on_new_weights=keep trainer.save_interval=50"
 
 
@@ -26,10 +27,10 @@ def test_each_mode_has_its_best_split(glm5) -> None:
     """Engines and trainer share all nodes, or have all of them between them; no mode is faster than its bound."""
     config = glm5(KEEP)
     modes = modes_of(config)
-    assert [*modes] == [SHARED, APART, "staleness 1", "staleness 4"]
+    assert [*modes] == [SHARED, TAIL_MODE, APART, "staleness 1", "staleness 4"]
     for mode in modes.values():
         nodes = (mode.num_engines * 64 + mode.num_prefill_engines * 64) / 8
-        assert nodes == 32 if mode.name == SHARED else nodes + mode.train_nodes <= 32
+        assert nodes == 32 if mode.name.startswith(SHARED) else nodes + mode.train_nodes <= 32
         assert mode.bound_seconds <= mode.step_seconds
         assert 0 <= mode.staleness <= mode.max_staleness
     assert modes["staleness 4"].step_seconds < modes["staleness 1"].step_seconds < modes[APART].step_seconds
@@ -47,7 +48,7 @@ def test_it_pays_where_nothing_holds_engines_up(glm5) -> None:
     part = forecast_part(config, SHARED_STORAGE)
     assert (part["fastest"], part["on_new_weights"]) == ("staleness 4", "keep")
     assert part["why"].startswith("staleness 4 is the fastest, 1.")
-    assert part["why"].endswith("engines limit it")
+    assert part["why"].endswith("the trainer limits it")
     assert min(part["modes"], key=lambda mode: mode["step_seconds"])["name"] == part["fastest"]
 
 
@@ -67,8 +68,21 @@ def test_why_it_does_not_pay(glm5) -> None:
 def test_too_few_nodes_for_a_split(resolved) -> None:
     config = resolved("glm5").config
     modes = forecast_modes(config, SHARED_STORAGE)
-    assert [mode.name for mode in modes] == [SHARED]
+    assert [mode.name for mode in modes] == [SHARED, TAIL_MODE]
     assert "no split of 16 nodes" in explained(config, modes)
+
+
+def test_a_tail_is_forecast_and_planned(resolved) -> None:
+    """The step of a run that leaves a tail is that of its mode: groups that go on are prefilled again."""
+    words = "rollout.max_staleness=2 rollout.tail_fraction=1.0 rollout.on_new_weights=abort algorithm.preset=tis"
+    short = "rollout.num_samples_per_prompt=2 training.global_batch_size=16"
+    config, plain = (resolved("glm5", set=f"{set_} {short}").config for set_ in (words, ""))
+    mode = next(mode for mode in forecast_modes(config, SHARED_STORAGE) if mode.name == "shared, tail 1")
+    planned, whole = step_durations(config, SHARED_STORAGE), step_durations(plain, SHARED_STORAGE)
+    assert planned["step_rollout"] < 0.95 * whole["step_rollout"]
+    assert mode.step_seconds <= planned["step"] * 1.001
+    assert 0 < planned["step_idle"] < planned["step"]
+    assert mode.pause_seconds > 0
 
 
 def test_nothing_is_forecast_without_gpus(resolved) -> None:

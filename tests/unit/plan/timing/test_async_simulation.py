@@ -161,3 +161,20 @@ def test_the_wall_clock_agrees(share: float, max_staleness: int) -> None:
     ahead = AsyncSteps(GROUPS, SAMPLES, max_staleness, update, sync_seconds=beside, on_new_weights="keep")
     seconds = simulate(ahead, ENGINES, map(float, lengths), num_steps=80).step_seconds
     assert synchronous.step_seconds / seconds == pytest.approx(rows[share, max_staleness][1], rel=0.1)
+
+
+def test_a_tail_goes_on_after_the_update() -> None:
+    """Two groups of 100 and 300 tokens by turns, one of them left: each step waits for the shorter rest.
+
+    The first step takes the group of 100. 200 tokens of the other are left, of which the second step's new group of 100
+    takes the first half; the third starts another of 300, and takes the one that has 100 left. So every two steps
+    generate 100 + 100 tokens, where synchronous steps of 100 and 300 take 400.
+    """
+    steps = AsyncSteps(1, 1, 2, train_seconds=60.0, sync_seconds=5.0, on_new_weights="abort", tail_fraction=1.0)
+    lengths = itertools.cycle([100.0, 300.0])
+    engines = dataclasses.replace(ENGINES, prefill_seconds=lambda requests, tokens: 7.0 * (tokens > 0))
+    simulated = simulate(steps, engines, lengths, num_steps=60)
+    whole = simulate(dataclasses.replace(steps, max_staleness=0, tail_fraction=0.0), engines, lengths, num_steps=60)
+    assert whole.step_seconds == pytest.approx(200 + 65)
+    assert simulated.step_seconds == pytest.approx(100 + 65 + 7), "and the context that goes on is prefilled again"
+    assert simulated.pause_seconds == pytest.approx(7)

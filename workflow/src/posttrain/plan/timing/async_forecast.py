@@ -1,6 +1,7 @@
 """Whether asynchronous training pays: the step of each mode with its own best split of the nodes.
 
     shared         synchronous, trainer and engines take turns on all nodes
+    shared, tail F trainer and engines take turns, and a step leaves a share F of its groups to the next
     apart          synchronous, engines have nodes of their own and wait while the trainer works
     staleness k    engines run ahead by at most k updates, on nodes of their own
 
@@ -17,7 +18,7 @@ import dataclasses
 from dataclasses import dataclass, replace
 from functools import cache
 
-from posttrain.config.derived import prefill_gpus, runs_ahead, trainer_nodes, uses_engines
+from posttrain.config.derived import is_off_policy, prefill_gpus, trainer_nodes, uses_engines
 from posttrain.config.schema import Config
 from posttrain.plan.sizing.storage import storage
 from posttrain.plan.timing.async_simulation import AsyncSteps
@@ -27,6 +28,8 @@ from posttrain.plan.timing.rollout_of_step import engine_of, rollout_of, workloa
 from posttrain.plan.timing.step_time import state_fits, sync_seconds, training_seconds, training_seconds_on
 
 STALENESS = (1, 4)
+# What a step leaves to the next, and the bound in updates.
+TAIL, TAIL_STALENESS = 0.5, 2
 SHARED, APART = "shared", "apart"
 PARTS = 16
 # The trainer is the limit if it waits for less than this share of the time.
@@ -38,7 +41,7 @@ class Mode:
     """A way to train, with its best split.
 
     Args:
-        name: "shared", "apart", or "staleness 1".
+        name: "shared", "shared, tail 0.5", "apart", or "staleness 1".
         max_staleness: 0 if synchronous.
         train_nodes: Nodes that train.
         num_engines: Engines that decode.
@@ -92,9 +95,10 @@ class NodeSplit:
             replace(gpus, num_drafts=drafts), engine.num_engines, engine.max_running_requests, self.decoders[drafts]
         )
 
-    def steps(self, max_staleness: int) -> AsyncSteps:
+    def steps(self, max_staleness: int, tail_fraction: float = 0.0) -> AsyncSteps:
         """Return what a step does."""
-        return replace(steps_of(self.config, self.train_seconds, self.sync_seconds), max_staleness=max_staleness)
+        steps = steps_of(self.config, self.train_seconds, self.sync_seconds)
+        return replace(steps, max_staleness=max_staleness, tail_fraction=tail_fraction)
 
 
 def forecast_modes(config: Config, shared_storage: float) -> list[Mode]:
@@ -105,11 +109,12 @@ def forecast_modes(config: Config, shared_storage: float) -> list[Mode]:
         shared_storage: Bytes per second.
     """
     save = storage(config).training_checkpoint / shared_storage
-    splits = splits_of(config, shared_storage, is_shared=False)
-    found = [_synchronous(SHARED, splits_of(config, shared_storage, is_shared=True), save)]
+    splits, shared = (splits_of(config, shared_storage, is_shared) for is_shared in (False, True))
+    tail, staleness = config.rollout.tail_fraction, config.rollout.max_staleness
+    found = [_synchronous(SHARED, shared, save)]
+    found += [_tail(shared, fraction, staleness or TAIL_STALENESS, save) for fraction in sorted({TAIL, tail} - {0})]
     found.append(_synchronous(APART, splits, save))
-    staleness = sorted({*STALENESS, config.rollout.max_staleness} - {0})
-    found += [_ahead(splits, one, save) for one in staleness]
+    found += [_ahead(splits, bound, save) for bound in sorted({*STALENESS, *([] if tail else [staleness])} - {0})]
     return [mode for mode in found if mode]
 
 
@@ -120,24 +125,29 @@ def is_forecast(config: Config) -> bool:
 
 def explained(config: Config, modes: list[Mode]) -> str:
     """Return which mode is the fastest, and why asynchronous training pays or does not."""
-    fastest = min(modes, key=lambda mode: mode.step_seconds)
     synchronous = min((mode for mode in modes if not mode.max_staleness), key=lambda mode: mode.step_seconds)
     ahead = min((mode for mode in modes if mode.max_staleness), key=lambda mode: mode.step_seconds, default=None)
+    reasons = []
+    if not any(mode.max_staleness and mode.trainer_idle is not None for mode in modes):
+        reasons.append(f"no split of {config.nodes} nodes leaves both trainer and engines enough")
     if ahead is None:
-        return f"synchronous: no split of {config.nodes} nodes leaves both trainer and engines enough"
-    limit = "the trainer limits it" if (ahead.trainer_idle or 0.0) < LITTLE else "engines limit it"
+        return "; ".join(["synchronous", *reasons])
     gain = synchronous.step_seconds / ahead.step_seconds
-    if fastest is ahead:
-        return f"{ahead.name} is the fastest, {gain:.2f} times the best synchronous step; {limit}"
-    reasons = [f"{limit} on a part of the nodes"]
+    if ahead.trainer_idle is not None:
+        limit = "the trainer limits it" if ahead.trainer_idle < LITTLE else "engines limit it"
+        reasons.insert(0, limit if gain > 1 else f"{limit} on a part of the nodes")
+    if gain > 1:
+        return "; ".join([f"{ahead.name} is the fastest, {gain:.2f} times the best synchronous step", *reasons])
+    if ahead.trainer_idle is None:
+        reasons.append("most groups wait for a response of nearly full length")
     if ahead.checkpoint_seconds > LITTLE * ahead.step_seconds:
         wait = f"each step waits {ahead.checkpoint_seconds:.0f} s for checkpoints"
         reasons.append(f"{wait}, less with a larger trainer.save_interval")
-    if config.engine.mtp_steps and not runs_ahead(config):
+    if config.engine.mtp_steps and not is_off_policy(config):
         reasons.append("it cannot draft (engine.mtp_steps)")
     if ahead.pause_seconds > LITTLE * ahead.step_seconds:
         reasons.append(f"engines stand still for {ahead.pause_seconds:.0f} s at each update (rollout.on_new_weights)")
-    return f"synchronous ({fastest.name}): {ahead.name} reaches {gain:.2f} of its speed; " + "; ".join(reasons)
+    return f"synchronous ({synchronous.name}): {ahead.name} reaches {gain:.2f} of its speed; " + "; ".join(reasons)
 
 
 def forecast_part(config: Config, shared_storage: float) -> dict[str, object] | None:
@@ -187,7 +197,17 @@ def _synchronous(name: str, splits: list[NodeSplit], save: float) -> Mode | None
     def mode(split: NodeSplit) -> Mode:
         work, fleet = workload(split.config), split.fleet(0)
         rollout = rollout_of(fleet.engine, fleet.num_engines, work).seconds
-        return _mode(split, 0, name, rollout + split.train_seconds + split.sync_seconds, rollout, save)
+        return _mode(split, 0, 0.0, name, rollout + split.train_seconds + split.sync_seconds, rollout, save)
+
+    return min(map(mode, splits), key=lambda one: one.step_seconds, default=None)
+
+
+def _tail(splits: list[NodeSplit], tail_fraction: float, max_staleness: int, save: float) -> Mode | None:
+    def mode(split: NodeSplit) -> Mode:
+        name, steps = f"{SHARED}, tail {tail_fraction:g}", split.steps(max_staleness, tail_fraction)
+        busy = busy_seconds(split.fleet(max_staleness), workload(split.config), tail_fraction)
+        least = steps.train_seconds + steps.sync_seconds + busy
+        return replace(_simulated(split, steps, tail_fraction, name, save), bound_seconds=least)
 
     return min(map(mode, splits), key=lambda one: one.step_seconds, default=None)
 
@@ -199,7 +219,12 @@ def _ahead(splits: list[NodeSplit], max_staleness: int, save: float) -> Mode | N
     """
     if not splits:
         return None
-    simulated = cache(lambda index: _simulated(splits[index], max_staleness, save))
+    name = f"staleness {max_staleness}"
+
+    @cache
+    def simulated(index: int) -> Mode:
+        return _simulated(splits[index], splits[index].steps(max_staleness), max_staleness, name, save)
+
     best: Mode | None = None
     for prefills in sorted({split.config.engine.pd.num_prefill_engines for split in splits}):
         own = [i for i, split in enumerate(splits) if split.config.engine.pd.num_prefill_engines == prefills]
@@ -222,14 +247,16 @@ def _bound(split: NodeSplit, max_staleness: int) -> float:
     return bound_seconds(split.fleet(max_staleness), workload(split.config), split.steps(max_staleness))
 
 
-def _simulated(split: NodeSplit, max_staleness: int, save: float) -> Mode:
-    found = simulated_steps(split.fleet(max_staleness), workload(split.config), split.steps(max_staleness))
+def _simulated(split: NodeSplit, steps: AsyncSteps, ahead: float, name: str, save: float) -> Mode:
+    found = simulated_steps(split.fleet(steps.max_staleness), workload(split.config), steps)
     waits = found.trainer_idle * found.step_seconds
-    mode = _mode(split, max_staleness, f"staleness {max_staleness}", found.step_seconds, waits, save)
+    mode = _mode(split, steps.max_staleness, ahead, name, found.step_seconds, waits, save)
     return replace(mode, staleness=found.staleness, pause_seconds=found.pause_seconds)
 
 
-def _mode(split: NodeSplit, max_staleness: int, name: str, seconds: float, waits: float, save: float) -> Mode:
+def _mode(
+    split: NodeSplit, max_staleness: int, ahead: float, name: str, seconds: float, waits: float, save: float
+) -> Mode:
     config, fleet = split.config, split.fleet(max_staleness)
     work = workload(config)
     wait = max(save - waits, 0.0) / config.trainer.save_interval
@@ -244,7 +271,7 @@ def _mode(split: NodeSplit, max_staleness: int, name: str, seconds: float, waits
         bound_seconds=seconds,
         checkpoint_seconds=wait,
         pause_seconds=0.0,
-        trainer_idle=None if name == SHARED else waits / step,
-        engines_idle=1 - busy_seconds(fleet, work, max_staleness) / step,
+        trainer_idle=waits / step if config.engine.own_nodes else None,
+        engines_idle=1 - busy_seconds(fleet, work, ahead) / step,
         staleness=0.0,
     )

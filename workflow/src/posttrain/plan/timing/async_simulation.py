@@ -8,6 +8,9 @@ a token of each takes a time that depends on their number and their mean context
     keep               decoding goes on at once
     finish             engines get new weights when the last running request has ended; none starts meanwhile
 
+Where trainer and engines take turns (`rollout.tail_fraction`), all engines stand still from the time at which a step
+has its groups to the end of the transfer, and then prefill the responses that go on.
+
 Engines that prefill for themselves decode nothing meanwhile. Where others prefill, only the new requests wait; after
 new weights all do. Not modelled: grading, and requests that are spread unevenly over the engines.
 """
@@ -55,6 +58,7 @@ class AsyncSteps:
         sync_seconds: Transfer of new weights.
         prompt_tokens: Tokens of a prompt.
         on_new_weights: `rollout.on_new_weights`.
+        tail_fraction: `rollout.tail_fraction`: engines stand still while the trainer works; 0: they run ahead.
     """
 
     batch_size: int
@@ -64,6 +68,12 @@ class AsyncSteps:
     sync_seconds: float = 0.0
     prompt_tokens: float = 0.0
     on_new_weights: str = "recompute"
+    tail_fraction: float = 0.0
+
+    @property
+    def num_ahead(self) -> int | None:
+        """Groups started beyond those of the next step; None: what `max_staleness` allows."""
+        return math.ceil(self.tail_fraction * self.batch_size) or None
 
 
 @dataclass(frozen=True)
@@ -140,7 +150,8 @@ class _Run:
     def __init__(self, steps: AsyncSteps, engines: SharedEngines, lengths: Iterator[float], num_steps: int):
         self._steps, self._engines, self._lengths = steps, engines, lengths
         # No step of the simulation is the run's last, for which no engine would run ahead.
-        self._queue = TrajectoryQueue(steps.batch_size, steps.max_staleness, num_steps + steps.max_staleness + 1)
+        last = num_steps + steps.max_staleness + 1
+        self._queue = TrajectoryQueue(steps.batch_size, steps.max_staleness, last, num_ahead=steps.num_ahead)
         self._clock = self._progress = 0.0
         self._step = 0
         self._groups: dict[int, _Group] = {}
@@ -177,6 +188,8 @@ class _Run:
             self._tokens += group.tokens
             self._aged += self._step * group.tokens - group.version_sum
         self._phase, self._phase_ends = "train", self._clock + self._steps.train_seconds
+        if self._steps.tail_fraction:
+            self._still_until = max(self._still_until, self._phase_ends)
 
     def _start_groups(self) -> None:
         """Start the groups that the queue allows and engines have places for, as `TrajectoryGenerator` does."""

@@ -93,6 +93,7 @@ def steps_of(config: Config, train_seconds: float, sync_seconds: float) -> Async
         sync_seconds=sync_seconds,
         prompt_tokens=workload(config).prompt_tokens,
         on_new_weights=rollout.on_new_weights,
+        tail_fraction=rollout.tail_fraction,
     )
 
 
@@ -162,15 +163,15 @@ def _longest(rates: list[tuple[float, float]], work: Workload, steps: AsyncSteps
     return best
 
 
-def busy_seconds(fleet: EngineFleet, work: Workload, max_staleness: int) -> float:
-    """Return the time of engines for a step's tokens, with as many requests as `max_staleness` allows and they hold."""
-    running = _most_running(fleet, work, max_staleness)
+def busy_seconds(fleet: EngineFleet, work: Workload, ahead: float) -> float:
+    """Return the time of engines for a step's tokens, with as many requests as they hold of 1 + `ahead` batches."""
+    running = _most_running(fleet, work, ahead)
     seconds = fleet.decoder.token_seconds(max(running / fleet.num_engines, 1.0), _mean_context(work))
     return work.num_samples * work.mean_share * work.longest_response * seconds / running
 
 
-def _most_running(fleet: EngineFleet, work: Workload, max_staleness: int) -> int:
-    return min((max_staleness + 1) * work.num_samples, fleet.places)
+def _most_running(fleet: EngineFleet, work: Workload, ahead: float) -> float:
+    return min((1 + ahead) * work.num_samples, fleet.places)
 
 
 def _mean_context(work: Workload) -> float:

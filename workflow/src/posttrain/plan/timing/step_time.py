@@ -1,6 +1,6 @@
 """How long a training step takes, phase by phase, and the best split of nodes when trainer and engines are apart.
 
-    rollout        where engines run ahead, what `async_simulation` says that the trainer waits for its responses; else
+    rollout        beyond staleness 0, what `async_simulation` says that the trainer waits for its responses; else
                    `decoding.rollout_time` of one engine's share of the samples; where some engines only prefill, the
                    others share the samples and start when all prompts are prefilled
     old_logprobs   a forward pass over the samples of all updates but the first; none where the engine's are taken
@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 from posttrain.config.derived import (
     engine_gpus,
+    is_off_policy,
     layers_per_stage,
     num_updates_per_step,
     prefill_gpus,
@@ -46,6 +47,7 @@ from posttrain.plan.sizing.model_size import count_parameters, model_weights
 from posttrain.plan.sizing.storage import storage
 from posttrain.plan.timing import attainable
 from posttrain.plan.timing.async_steps import EngineFleet, busy_seconds, simulated_steps, steps_of
+from posttrain.plan.timing.decoding import RolloutTime
 from posttrain.plan.timing.fitted import FITTED
 from posttrain.plan.timing.idle_time import AheadTimes, StepTimes, idle_gpu_seconds, idle_gpu_seconds_ahead, job_gpus
 from posttrain.plan.timing.rates import (
@@ -150,13 +152,13 @@ def _share_of_old_pass(config: Config) -> float:
 
 
 def rollout_seconds(config: Config, sync: float) -> float:
-    """Return how long a step waits for its responses: a rollout, or what is left of it where engines run ahead.
+    """Return how long a step waits for its responses: a rollout, or what is left of it beyond staleness 0.
 
     Args:
         config: The resolved configuration.
         sync: Transfer of new weights.
     """
-    if not runs_ahead(config):
+    if not is_off_policy(config):
         return rollout_of_step(config, workload(config)).seconds
     training = training_seconds(config)
     simulated = simulated_steps(EngineFleet.of(config), workload(config), steps_of(config, training, sync))
@@ -181,7 +183,16 @@ def idle_of_step(config: Config, rollout_seconds: float, checkpoint_wait: float)
         # A step's transfer of weights is short beside the rest, and both sides take part in it.
         times = AheadTimes(rollout_seconds, max(rollout_seconds + training - busy, 0.0), pipeline, checkpoint_wait)
         return idle_gpu_seconds_ahead(config, times)
-    return idle_gpu_seconds(config, StepTimes(rollout_of_step(config, work), training, pipeline, checkpoint_wait))
+    rollout = rollout_of_step(config, work)
+    if config.rollout.tail_fraction:
+        rollout = _without_tail(rollout, rollout_seconds, config.rollout.tail_fraction)
+    return idle_gpu_seconds(config, StepTimes(rollout, training, pipeline, checkpoint_wait))
+
+
+def _without_tail(rollout: RolloutTime, seconds: float, tail_fraction: float) -> RolloutTime:
+    """Return a rollout of `seconds` that generates the same tokens, with more responses started at a time."""
+    busy = rollout.busy_share * rollout.seconds / (seconds * (1 + tail_fraction))
+    return dataclasses.replace(rollout, seconds=seconds, busy_share=min(busy, 1.0))
 
 
 def step_with_save_seconds(config: Config, shared_storage: float) -> float:
