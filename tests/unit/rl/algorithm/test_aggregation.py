@@ -52,9 +52,12 @@ def test_definitions(aggregation):
     assert weighted.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
-def test_a_response_without_tokens_is_refused():
-    with pytest.raises(AssertionError, match="without tokens"):
-        token_weights([2, 0], "sample_mean", 4)
+def test_a_response_that_does_not_count_has_no_weight():
+    """As in TRL, the mean over samples is still divided by all of them."""
+    assert token_weights([2, 0], "sample_mean", 4).tolist() == [1 / 4, 0]
+    assert token_weights([2, 0], "token_mean", 4).tolist() == [1 / 2, 0]
+    assert token_weights([2, 0], "constant", 4).tolist() == [1 / 8, 0]
+    assert token_weights([0, 0], "token_mean", 4).tolist() == [0, 0]
 
 
 @st.composite

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.support.algorithms import objective
+from tests.support.algorithms import objective, settings
 from tests.support.trl_trainers import (
     ADAMW,
     LONGEST,
@@ -27,8 +27,10 @@ from tests.support.trl_trainers import (
     make_trainer,
 )
 
+from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
 from posttrain.rl.algorithm.objective import Needs, Objective, TokenBatch
 from posttrain.rl.batching.packed_batch import PackedBatch, build_packed_batch
+from posttrain.rl.training.batch import counted_tokens
 from posttrain.types import Prompt, Trajectory, TrajectoryGroup
 
 NUM_ROLLOUTS, UPDATES_PER_ROLLOUT = 5, 2
@@ -48,6 +50,7 @@ class Case:
         corrects: TRL corrects for the engine, too.
         reward_scale: TRL adds 1e-4 to a standard deviation, we 1e-6: beside large rewards neither counts.
         micro_batches: Samples of ours.
+        truncated: Samples that are cut at the token limit, and left out of the loss.
     """
 
     preset: str
@@ -57,10 +60,12 @@ class Case:
     corrects: bool = False
     reward_scale: float = 1e4
     micro_batches: tuple[tuple[int, ...], ...] = MICRO_BATCHES
+    truncated: tuple[int, ...] = ()
 
 
 BOUNDS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
 EPSILONS = {"epsilon": 0.2, "epsilon_high": 0.28}
+MASKED, THEIR_MASKED = {"mask_truncated": True}, {"mask_truncated_completions": True}
 IS = {"loss_type": "grpo", "vllm_importance_sampling_clip_max": 1.2, **EPSILONS}
 CASES = {
     "grpo": Case("grpo", BOUNDS, {"loss_type": "grpo", **EPSILONS}),
@@ -74,6 +79,12 @@ CASES = {
     "bnpo": Case("bnpo", BOUNDS, {"loss_type": "bnpo", **EPSILONS}, micro_batches=(tuple(range(8)),)),
     "cispo": Case("cispo", {"clip_ratio_high": 0.28}, {"loss_type": "cispo", "epsilon": 0.2, "epsilon_high": 1.28}),
     "rloo": Case("rloo", BOUNDS, EPSILONS, trainer="RLOO", reward_scale=1.0),
+    "grpo, truncated left out": Case(
+        "grpo", MASKED | BOUNDS, {"loss_type": "grpo", **THEIR_MASKED, **EPSILONS}, truncated=(1, 2, 7)
+    ),
+    "dapo, truncated left out": Case(
+        "dapo", MASKED | BOUNDS, {"loss_type": "dapo", **THEIR_MASKED, **EPSILONS}, truncated=(1, 2, 7)
+    ),
     "dual_clip": Case("dual_clip", BOUNDS | {"clip_ratio_dual": 1.4}, {"loss_type": "grpo", "delta": 1.4, **EPSILONS}),
     "tis": Case(
         "tis",
@@ -114,6 +125,16 @@ class Rollout:
     engine_noise: list[torch.Tensor]
 
 
+def rollout_of(case: Case, number: int) -> Rollout:
+    """Return a rollout; where truncated responses are left out, all others end with the end token, as TRL wants it."""
+    rollout = make_rollout(number, case.reward_scale)
+    if not case.truncated:
+        return rollout
+    end = make_tokenizer(64).eos_token_id
+    ended = [response if i in case.truncated else (*response[:-1], end) for i, response in enumerate(rollout.responses)]
+    return replace(rollout, responses=ended)
+
+
 def make_rollout(number: int, scale: float) -> Rollout:
     generator = torch.Generator().manual_seed(100 + number)
 
@@ -131,9 +152,10 @@ def make_rollout(number: int, scale: float) -> Rollout:
 
 def train_ours(model: torch.nn.Module, case: Case, objective: Objective) -> list[float]:
     """Train the model in place; returns the share of clipped tokens of each update."""
+    algorithm = settings(case.preset, **case.ours)
     optimizer, clipped = torch.optim.AdamW(model.parameters(), **ADAMW), []
     for number in range(NUM_ROLLOUTS):
-        rollout = make_rollout(number, case.reward_scale)
+        rollout = rollout_of(case, number)
         samples = [
             Trajectory.of_response(
                 rollout.prompts[i // GROUP],
@@ -143,12 +165,13 @@ def train_ours(model: torch.nn.Module, case: Case, objective: Objective) -> list
                 prompt_id=i // GROUP,
                 sample_index=i % GROUP,
                 reward=r,
+                finish_reason="length" if i in case.truncated else "stop",
             )
             for i, (response, r) in enumerate(zip(rollout.responses, rollout.rewards, strict=True))
         ]
         groups = [TrajectoryGroup(Prompt(i, (), ""), tuple(samples[i * GROUP :][:GROUP])) for i in range(2)]
         advantages = objective.advantages(groups)
-        weights = objective.token_weights(RESPONSE_LENGTHS, case.micro_batches)
+        weights = objective.token_weights([counted_tokens(algorithm, s) for s in samples], case.micro_batches)
         rows = [build_packed_batch(samples, indices, multiple_of=8) for indices in case.micro_batches]
         batches = [make_batch(model, row, advantages, weights, rollout.engine_noise) for row in rows]
         for _ in range(UPDATES_PER_ROLLOUT):
@@ -189,7 +212,7 @@ def train_theirs(model: torch.nn.Module, case: Case, folder: Path) -> None:
     )
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     for number in range(NUM_ROLLOUTS):
-        rollout = make_rollout(number, case.reward_scale)
+        rollout = rollout_of(case, number)
         trainer._generate = partial(generated, model, trainer, case, rollout)
         trainer.reward_funcs = [lambda completions, rewards=rollout.rewards, **_: rewards]
         trainer._current_train_step_time = 0.0
@@ -233,7 +256,6 @@ def test_fine_tuning_moves_every_parameter_as_in_trl(start, tmp_path) -> None:
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
-    from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
     from posttrain.rl.algorithm.sft import SupervisedFineTuning
 
     rollout, num_steps = make_rollout(0, scale=1.0), 5

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.support.algorithms import objective
+from tests.support.published_layout import PUBLISHED_LAYOUT
 
 from posttrain.config.derived import data_parallel_size
 from posttrain.plan.resolve import resolve
@@ -38,7 +39,7 @@ def _sample(prompt, place, length):
 
 @pytest.fixture(scope="module")
 def recipe():
-    return resolve({"model": "glm5", "site": "local"}, CONFIG_DIR).config
+    return resolve({"model": "glm5", "site": "local", "set": PUBLISHED_LAYOUT}, CONFIG_DIR).config
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -68,6 +69,30 @@ def test_ranks_without_samples_run_padding_and_the_loss_does_not_count_it(recipe
     assert [len(update.batches[0].tokens) for update in updates] == [400, 400, 8, 8]
     # Two micro-batches of 300 tokens each, not four.
     assert updates[3].weights.tolist() == pytest.approx([1 / 600] * 2)
+
+
+def test_truncated_responses_are_left_out_of_the_loss(recipe):
+    """Their tokens have no weight, the others share theirs; an update in which none counts has no signal."""
+    algorithm = dataclasses.replace(recipe.algorithm, mask_truncated=True)
+    config = dataclasses.replace(recipe, algorithm=algorithm)
+    first, second, *others = groups_of(config, [300] * 64)
+
+    def cut(group, indices):
+        cut_ones = [
+            dataclasses.replace(one, finish_reason="length" if i in indices else "stop")
+            for i, one in enumerate(group.trajectories)
+        ]
+        return dataclasses.replace(group, trajectories=tuple(cut_ones))
+
+    groups = [cut(first, range(8)), cut(second, [0, 5]), *others]
+    (update,) = make_updates(config, objective("dapo"), groups, 0)
+    assert update.weights.tolist() == pytest.approx([0] * 8 + [0] + [1 / 16200] * 4 + [0] + [1 / 16200] * 50)
+    assert update.has_signal
+    (plain,) = make_updates(recipe, objective("dapo"), groups, 0)
+    assert plain.weights.tolist() == pytest.approx([1 / 19200] * 64)
+    (silent,) = make_updates(config, objective("dapo"), [cut(group, range(8)) for group in groups], 0)
+    assert silent.advantages.any()
+    assert not silent.has_signal
 
 
 def test_versions_and_engine_logprobs_are_where_the_model_sampled(recipe):

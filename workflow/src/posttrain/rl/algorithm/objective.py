@@ -103,7 +103,7 @@ class Objective(Protocol):
         """Return [N] fp32, the weight of each response token of a trajectory in the loss of its global batch.
 
         Args:
-            lengths: Response tokens of each trajectory.
+            lengths: Response tokens of each trajectory; 0 for one that does not count: its weight is 0.
             micro_batches: Samples of each micro-batch of all ranks.
         """
 

@@ -55,6 +55,13 @@ class Algorithm:
         used_by=_OF_REWARDS | {"algorithm.clip": ("dual",)},
     )
     loss_aggregation: str = _doc("Denominator of the loss", choices=part_names("aggregation"))
+    mask_truncated: bool = _doc(
+        "Leave responses that were cut at the token limit out of the loss (DAPO's overlong filtering); their rewards "
+        "count in the advantages of their groups",
+        False,
+        unnamed=False,
+        used_by=_OF_REWARDS,
+    )
     correction: str = _doc(
         "How the difference between trainer and engine is corrected",
         choices=part_names("correction"),

@@ -15,6 +15,7 @@ from posttrain.config.derived import data_parallel_size, micro_batch_multiple, t
 from posttrain.config.schema import Config
 from posttrain.plan.sizing.flops import sequence_flops
 from posttrain.rl.algorithm.objective import Needs, Objective, TokenBatch
+from posttrain.rl.algorithm.settings import Algorithm
 from posttrain.rl.batching.packed_batch import PackedBatch, build_packed_batch
 from posttrain.rl.batching.packing import pack
 from posttrain.rl.megatron_backend.train_step import TrainingMicroBatch
@@ -47,8 +48,8 @@ class Update:
 
     @property
     def has_signal(self) -> bool:
-        """Whether any advantage is nonzero."""
-        return bool(self.advantages.any())
+        """Whether any advantage that counts in the loss is nonzero."""
+        return bool((self.advantages * self.weights).any())
 
     def micro_batches(self, needs: Needs) -> list[TrainingMicroBatch]:
         """Return the trainer's micro-batches, with the log-probabilities that the objective needs."""
@@ -119,10 +120,17 @@ def _make_update(
         num_micro_batches=sum(len(batches) for batches in plan),
         advantages=advantages,
         weights=objective.token_weights(
-            [trajectory.num_sampled for trajectory in trajectories],
+            [counted_tokens(config.algorithm, trajectory) for trajectory in trajectories],
             [indices for micro_batches in plan for indices in micro_batches if indices],
         ),
     )
+
+
+def counted_tokens(algorithm: Algorithm, trajectory: Trajectory) -> int:
+    """Return how many tokens of a trajectory count in the loss."""
+    assert trajectory.num_sampled > 0, f"sample {trajectory.sample_index} of prompt {trajectory.prompt_id} has no token"
+    is_masked = algorithm.mask_truncated and trajectory.finish_reason == "length"
+    return 0 if is_masked else trajectory.num_sampled
 
 
 def pack_trajectories(

@@ -16,10 +16,10 @@ def token_weights(
 
     Args:
         name: A part of this folder.
-        lengths: Response tokens of each sample.
+        lengths: Response tokens of each sample; 0 for one that does not count.
         micro_batches: Samples of each micro-batch of all ranks.
         longest: The response limit in tokens.
     """
-    assert min(lengths) > 0, f"a response without tokens: lengths {list(lengths)}"
     counts = torch.tensor(lengths, dtype=torch.float64)
-    return (1.0 / load_part("aggregation", name).denominators(counts, micro_batches, longest)).float()
+    weights = 1.0 / load_part("aggregation", name).denominators(counts, micro_batches, longest)
+    return torch.where(counts > 0, weights, 0.0).float()
