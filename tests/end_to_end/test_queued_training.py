@@ -44,10 +44,14 @@ def check_bound(steps: list[list[TrajectoryGroup]], max_staleness: int) -> None:
     ("on_new_weights", "max_staleness"), [("recompute", 2), ("keep", 1), ("finish", 1), ("abort", 2)]
 )
 def test_engines_run_ahead(tmp_path: Path, on_new_weights: str, max_staleness: int) -> None:
-    """In each mode the bound holds, and tokens of the trainer's weights have the trainer's probabilities."""
+    """In each mode the bound holds, and tokens of the trainer's weights have the trainer's probabilities.
+
+    Held-out prompts are answered meanwhile; each answer has to name the weights of its measurement.
+    """
     folder = tmp_path / "run"
     prepare(folder, rollout__on_new_weights=on_new_weights, rollout__max_staleness=max_staleness, rollout__fp8="false",
-            rollout__max_response_tokens=24, trainer__mismatch_interval=1)  # fmt: skip
+            rollout__max_response_tokens=24, trainer__mismatch_interval=1, evaluation__interval=2,
+            evaluation__max_share=1)  # fmt: skip
     with engines_of(folder) as engines:
         finish(start(folder, "run", engines))
     steps, rows = trained(folder, "run"), rows_of(folder, "run")
@@ -55,6 +59,12 @@ def test_engines_run_ahead(tmp_path: Path, on_new_weights: str, max_staleness: i
     check_bound(steps, max_staleness)
     assert any(row["queue/staleness_max"] > 0 for row in rows)
     assert all(row["queue/staleness_max"] <= max_staleness for row in rows)
+    measured = [step for step, row in enumerate(rows) if "evaluation/heldout/pass_rate" in row]
+    assert measured == [2, 4]
+    assert {path.name for path in (folder / "run" / "evaluations").iterdir()} >= {
+        "step_000002.json",
+        "step_000004.json",
+    }
     is_mixed = any(row["queue/mixed_version_fraction"] > 0 for row in rows)
     assert is_mixed == (on_new_weights != "finish")
     compared = [row["mismatch/quantised_abs_diff_mean"] for row in rows if "mismatch/quantised_abs_diff_mean" in row]
