@@ -88,6 +88,31 @@ class AbortingEngine(Engine):
         return ([], "abort") if body in rest and len(rest) == 1 else ([DIGIT], "stop")
 
 
+class SlowEngine(Engine):
+    """Answers `num_fast` requests at once, and the others with a token when all are aborted."""
+
+    def __init__(self, num_fast: int):
+        super().__init__()
+        self.num_fast, self.num_seen, self.num_waiting = num_fast, 0, 0
+        self.aborted = asyncio.Event()
+
+    async def generate(self, request: web.Request) -> web.Response:
+        self.num_seen += 1
+        if self.num_seen > self.num_fast:
+            self.num_waiting += 1
+            await self.aborted.wait()
+            self.num_waiting -= 1
+            self.answers.append(([DIGIT], "abort"))
+        return await super().generate(request)
+
+    async def other(self, request: web.Request) -> web.Response:
+        if request.path == "/abort_request":
+            self.aborted.set()
+            self.aborted = asyncio.Event()
+        return await super().other(request)
+
+
+TURNS = {"engine__sleep": "always", "rollout__tail_fraction": 0.5, "rollout__on_new_weights": "abort"}
 Story = Callable[[TrajectoryGenerator, QueueStore], Coroutine[Any, Any, None]]
 
 
@@ -175,6 +200,41 @@ def test_an_engine_that_dies_gives_its_requests_to_the_other(play: Callable[...,
 
     play(story, dying, other)
     assert len(other.asked) >= 4
+
+
+def test_a_tail_is_aborted_before_the_trainer_works(play: Callable[..., None]) -> None:
+    """Two of three groups are ready; the third gives its tokens back, and goes on with them in the next step."""
+    engine = SlowEngine(num_fast=4)
+
+    async def story(generator: TrajectoryGenerator, store: QueueStore) -> None:
+        await generator.begin(0)
+        assert not engine.asked, "the trainer's turn"
+        first = await generator.collect(0)
+        assert [group.position for group in first.groups] == [0, 1]
+        assert (engine.num_waiting, len(engine.asked)) == (0, 6)
+        engine.version, engine.num_fast = "1", 100
+        await generator.resume(1)
+        await asyncio.sleep(0.05)
+        assert len(engine.asked) == 6, "nothing is asked of engines that sleep"
+        second = await generator.collect(1)
+        assert second.groups[0].position == 2
+        for trajectory in second.groups[0].trajectories:
+            assert [(span.version, span.num_tokens) for span in trajectory.versions] == [(0, 1), (1, 1)]
+
+    play(story, engine, **TURNS)
+
+
+def test_engines_that_are_left_stop_when_another_dies(play: Callable[..., None]) -> None:
+    """The trainer puts all engines to sleep to give them weights, so none may still run a request."""
+    dying, slow = Engine(*[([], "die")] * 50), SlowEngine(num_fast=0)
+
+    async def story(generator: TrajectoryGenerator, store: QueueStore) -> None:
+        await generator.begin(0)
+        with pytest.raises(EngineError):
+            await generator.collect(0)
+        assert slow.num_waiting == 0
+
+    play(story, dying, slow, engine__num_engines=2, **TURNS)
 
 
 def test_responses_that_have_ended_leave_their_places_to_others(play: Callable[..., None]) -> None:
