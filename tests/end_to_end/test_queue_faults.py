@@ -56,6 +56,12 @@ RUNS = {
     "recompute, dynamic sampling": {"rollout.on_new_weights": "recompute", "rollout.max_staleness": 2, **SAMPLING},
     "abort, dynamic sampling": {"rollout.on_new_weights": "abort", "rollout.max_staleness": 1, **SAMPLING},
     "synchronous, dynamic sampling": {"rollout.max_staleness": 0, **SAMPLING},
+    "tail": {
+        "rollout.on_new_weights": "abort",
+        "rollout.max_staleness": 2,
+        "rollout.tail_fraction": 0.7,
+        "engine.sleep": "always",
+    },
 }
 # The moments of a training without kills: about this many.
 NUM_MOMENTS, NUM_CALLS = 110, 60

@@ -52,10 +52,10 @@ class MortalEngine(ScriptedEngine):
             versions.append(self._version)
         return [_answer(versions, reason)]
 
-    async def nothing(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Abort all requests if the body says so."""
-        self._num_aborts += bool(body.get("abort_all"))
-        return await super().nothing(body)
+    async def abort(self, body: dict[str, Any]) -> dict[str, Any]:
+        """End all requests with the tokens that they have."""
+        self._num_aborts += 1
+        return {"status": "ok"}
 
     def _handler(self, call: Callable[[Any], Awaitable[Any]]) -> Callable[[web.Request], Awaitable[web.Response]]:
         handle = super()._handler(call)

@@ -9,6 +9,7 @@ boundary of a step's phases.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -27,7 +28,7 @@ from posttrain.config.derived import runs_ahead
 from posttrain.config.load import load_resolved
 from posttrain.rl.data.chat import ChatTokenizer
 from posttrain.rl.engines.client import EngineClient
-from posttrain.rl.engines.event_loop import LoopThread
+from posttrain.rl.engines.event_loop import EventLoop, LoopThread
 from posttrain.rl.reward.graders import GraderPool
 from posttrain.rl.rollout.generator import TrajectoryGenerator
 from posttrain.rl.rollout.queue_store import QueueStore
@@ -144,7 +145,7 @@ def main(folder: Path, last_moment: int, urls: Sequence[str]) -> None:
     meeting = folder / f"meeting-{os.getpid()}"
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=0, world_size=1)
     with ExitStack() as stack:
-        runner = stack.enter_context(LoopThread())
+        runner: EventLoop = stack.enter_context(LoopThread() if runs_ahead(config) else asyncio.Runner())
         client = EngineClient(urls, SECRET, 30.0)
         runner.run(client.__aenter__())
         graders = stack.enter_context(GraderPool.of(config))
