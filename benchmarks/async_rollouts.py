@@ -32,7 +32,7 @@ from benchmarks.claims import report, report_table, start
 from benchmarks.scripted_engine import SECRET, length_of
 
 from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
-from posttrain.config.derived import runs_ahead, uses_queue
+from posttrain.config.derived import is_off_policy, runs_ahead, uses_queue
 from posttrain.config.schema import Config
 from posttrain.plan.resolve import resolve
 from posttrain.rl.data.chat import ChatTokenizer
@@ -230,7 +230,9 @@ def _open(config: Config, folder: Path, token_seconds: float, stack: ExitStack) 
     stack.callback(engine.wait)
     stack.callback(engine.kill)
     is_ahead = runs_ahead(config)
-    runner: EventLoop = stack.enter_context(LoopThread()) if is_ahead else stack.enter_context(asyncio.Runner())
+    runner: EventLoop = (
+        stack.enter_context(LoopThread()) if is_off_policy(config) else stack.enter_context(asyncio.Runner())
+    )
     client = EngineClient([f"http://127.0.0.1:{port}"], SECRET, 120.0)
     runner.run(client.__aenter__())
     stack.callback(lambda: runner.run(client.__aexit__(None, None, None)))

@@ -24,7 +24,7 @@ from benchmarks.async_rollouts import OneTensor, ScriptedRun
 from tests.support.mortal_engine import RIGHT
 
 from posttrain import store
-from posttrain.config.derived import runs_ahead
+from posttrain.config.derived import is_off_policy, runs_ahead
 from posttrain.config.load import load_resolved
 from posttrain.rl.data.chat import ChatTokenizer
 from posttrain.rl.engines.client import EngineClient
@@ -145,7 +145,7 @@ def main(folder: Path, last_moment: int, urls: Sequence[str]) -> None:
     meeting = folder / f"meeting-{os.getpid()}"
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=0, world_size=1)
     with ExitStack() as stack:
-        runner: EventLoop = stack.enter_context(LoopThread() if runs_ahead(config) else asyncio.Runner())
+        runner: EventLoop = stack.enter_context(LoopThread() if is_off_policy(config) else asyncio.Runner())
         client = EngineClient(urls, SECRET, 30.0)
         runner.run(client.__aenter__())
         graders = stack.enter_context(GraderPool.of(config))

@@ -41,6 +41,11 @@ class Waiting:
     ready_as: int | None = None
 
 
+def groups_of_tail(tail_fraction: float, batch_size: int) -> int:
+    """Return how many groups a step leaves to the next one, at most."""
+    return math.ceil(tail_fraction * batch_size)
+
+
 class TrajectoryQueue:
     """The state of the queue.
 
@@ -87,15 +92,10 @@ class TrajectoryQueue:
         """Return the queue of a run after `finished` steps."""
         rollout = config.rollout
         size, most = rollout.rollout_batch_size, rollout.max_oversampling if rollout.dynamic_sampling else 1.0
-        num_ahead = math.ceil(rollout.tail_fraction * size) if takes_turns(config) else None
+        num_ahead = groups_of_tail(rollout.tail_fraction, size) if takes_turns(config) else None
         return TrajectoryQueue(
             size, rollout.max_staleness, config.training.num_steps, finished, done, int((most - 1) * size), num_ahead
         )
-
-    @property
-    def num_running(self) -> int:
-        """Groups that engines generate."""
-        return self._num_running
 
     @property
     def may_drop(self) -> bool:

@@ -35,6 +35,21 @@ def test_a_row_is_the_plan_of_its_split(plan_of):
         assert row["engines"] == f"{engine['num_engines']} x {engine['gpus_per_engine']} GPUs"
 
 
+def test_a_split_that_cannot_run_ahead_is_synchronous(plan_of, resolved):
+    """Engines on the trainer's GPUs cannot run ahead, and engines of their own leave no tail."""
+    ahead = "algorithm.preset=tis rollout.max_staleness=2 engine.own_nodes=2"
+    tail = ("algorithm.preset=tis rollout.max_staleness=2 engine.own_nodes=0 rollout.tail_fraction=0.5 "
+            "rollout.on_new_weights=abort")  # fmt: skip
+    for words, is_synchronous in ((ahead, lambda own: own == 0), (tail, lambda own: own > 0)):
+        rows = splits_part(resolved("qwen3_4b", nodes=4, set=words).config, STORAGE)
+        assert {row["own_nodes"] for row in rows} >= {0, 2}
+        for row in rows:
+            assert row["engines"].endswith(", synchronous") == is_synchronous(row["own_nodes"]), row
+    plain = splits_part(resolved("qwen3_4b", nodes=4, set="algorithm.preset=tis engine.own_nodes=2").config, STORAGE)
+    rows = splits_part(resolved("qwen3_4b", nodes=4, set=ahead).config, STORAGE)
+    assert rows[0]["rollout"] == plain[0]["rollout"]
+
+
 def test_why_there_is_no_split(plan_of, resolved):
     whys = [row["why"] for row in plan_of("glm5", nodes=24)["splits"]]
     assert whys[:2] == [None, None]

@@ -33,6 +33,7 @@ def test_each_mode_has_its_best_split(glm5) -> None:
         assert nodes == 32 if mode.name.startswith(SHARED) else nodes + mode.train_nodes <= 32
         assert mode.bound_seconds <= mode.step_seconds
         assert 0 <= mode.staleness <= mode.max_staleness
+    assert modes[TAIL_MODE].pause_seconds > 0, "engines that sleep keep no cache, whatever running ahead would do"
     assert modes["staleness 4"].step_seconds < modes["staleness 1"].step_seconds < modes[APART].step_seconds
     # Sharing with another number of prefill engines may be faster than the recipe.
     assert 0.95 < modes[SHARED].step_seconds / step_durations(config, SHARED_STORAGE)["step"] <= 1

@@ -91,6 +91,17 @@ def test_no_request_starts_while_others_finish() -> None:
     assert 0 < simulated.pause_seconds <= 100
 
 
+def test_new_weights_wait_for_requests_in_prefill() -> None:
+    """Other engines prefill one request at a time, for 300 s, while two more have been started.
+
+    An update of 60 s waits for all three, and then one request starts at each: 300 s in prefill and 100 s of decoding.
+    """
+    engines = dataclasses.replace(ENGINES, prefill_seconds=lambda requests, tokens: 300.0, prefills_apart=True)
+    steps = dataclasses.replace(ONE, max_staleness=2, on_new_weights="finish")
+    simulated = of_100_tokens(steps, engines)
+    assert (simulated.step_seconds, simulated.staleness) == pytest.approx((400, 2))
+
+
 def test_both_sides_stand_still_during_a_transfer() -> None:
     """As for 60 s of update, and each request meets one transfer of 20 s: (100 + 20 + 60 + 20) / 2."""
     steps = dataclasses.replace(ONE, sync_seconds=20.0, on_new_weights="keep")

@@ -40,6 +40,15 @@ def test_without_staleness_it_is_the_synchronous_step(resolved, prefills: int) -
     assert simulated.step_seconds == pytest.approx(rollout_of_step(config, work).seconds + 405, rel=0.02)
 
 
+def test_a_smaller_simulation_keeps_places_and_tail(glm5) -> None:
+    """512 groups of 16 on an engine of 512 places: no more than fit run. A tail of half of 8 groups is four groups."""
+    engines = dataclasses.replace(EngineFleet.of(glm5), num_engines=1, max_running=512)
+    many = dataclasses.replace(steps_of(glm5, 400.0, 5.0), batch_size=512, group_size=16)
+    assert async_steps._weight(engines, many) == 32
+    few = dataclasses.replace(many, batch_size=8, group_size=128, tail_fraction=0.5)
+    assert async_steps._weight(dataclasses.replace(engines, max_running=2048), few) == 4
+
+
 @pytest.mark.parametrize("max_staleness", [1, 4])
 @pytest.mark.parametrize("mode", ["keep", "recompute"])
 def test_fewer_requests_stand_for_all(glm5, monkeypatch, max_staleness: int, mode: str) -> None:

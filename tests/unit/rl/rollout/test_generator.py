@@ -233,6 +233,10 @@ def test_engines_that_are_left_stop_when_another_dies(play: Callable[..., None])
         with pytest.raises(EngineError):
             await generator.collect(0)
         assert slow.num_waiting == 0
+        await asyncio.sleep(0.2)  # the dead engine's other requests fail, too
+        slow.num_fast = 100
+        await generator.resume(0)
+        assert len((await generator.collect(0)).groups) == 2, "one death is told once"
 
     play(story, dying, slow, engine__num_engines=2, **TURNS)
 

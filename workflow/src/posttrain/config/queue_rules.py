@@ -41,8 +41,8 @@ def _tail(config: Config) -> Problems:
     if not (rollout.tail_fraction and uses_engines(config)):
         return
     if not takes_turns(config):
-        allowed = "0 where engines keep generating while the trainer trains: they leave no tail"
-        remedy = f"leave it out; {STALENESS} is enough"
+        allowed = "0 where trainer and engines do not take turns on the same GPUs"
+        remedy = f"leave it out; with {STALENESS} above 0 such engines run ahead"
         yield Problem("tail-of-own-engines", TAIL, str(rollout.tail_fraction), allowed, remedy)
     elif not rollout.max_staleness:
         allowed = f"at least 1 with {TAIL}: what is left is finished with newer weights"

@@ -201,7 +201,7 @@ def recomputation_in_words(config: Config) -> str:
 
 
 def _best(found: list[Candidate]) -> Candidate:
-    """Return the plainest of those that fit and are nearly as fast as the fastest; of the leanest where none fits."""
+    """Return the plainest that fits and is nearly as fast as the fastest; if none fits, the plainest of the leanest."""
     fitting = (each for each in found if each.fits)
     fastest = next(fitting, None)
     if fastest is None:

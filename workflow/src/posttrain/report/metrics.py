@@ -66,7 +66,7 @@ METRICS: Mapping[str, Metric] = {
     "train/num_micro_batches": Metric("Micro-batches of all data-parallel ranks"),
     "train/padding_fraction": Metric("Share of the computed tokens that are padding"),
     "train/non_finite_steps": Metric("Updates left out so far because loss or gradient norm was not finite", "updates"),
-    "train/zero_advantage_updates": Metric("Updates of the step whose advantages were all zero", "updates"),
+    "train/zero_advantage_updates": Metric("Updates of the step in which no token had an advantage", "updates"),
     # ---- expert load of the updates' tokens, over MoE layers ----
     "moe/busiest_expert_max": Metric("Tokens of a layer's busiest expert over its experts' mean, in the worst layer"),
     "moe/busiest_expert_mean": Metric("Tokens of a layer's busiest expert over its experts' mean, mean over layers"),

@@ -306,6 +306,20 @@ def test_an_update_whose_sender_was_killed_is_dropped(checkpoint, tensors):
     asyncio.run(story())
 
 
+@pytest.mark.parametrize("path", ["/release_memory_occupation", "/update_weights_from_disk"])
+def test_an_open_update_holds_nothing_up(checkpoint, path):
+    """A new trainer first puts the engines to sleep, or lets them load: the killed one's update is dropped then."""
+
+    async def story():
+        async with engine(checkpoint) as (server, _), plain_session() as session:
+            post = lambda path, body: answer_of(session, "POST", server.make_url(path), json=body)  # noqa: E731
+            assert (await post("/begin_weight_update", {}))[0] == 200
+            assert (await post(path, {"model_path": str(checkpoint)}))[0] == 200
+            assert "no weight update is open" in (await post("/end_weight_update", {}))[1]
+
+    asyncio.run(story())
+
+
 def test_health_information_and_flush(checkpoint):
     async def story():
         async with engine(checkpoint) as (server, worker), plain_session() as session:

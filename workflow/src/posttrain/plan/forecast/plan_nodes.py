@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from posttrain.config.derived import engine_nodes, trainer_nodes, uses_engines
+from posttrain.config.derived import engine_nodes, is_off_policy, takes_turns, trainer_nodes, uses_engines
 from posttrain.config.engine import PrefillDecode
 from posttrain.config.schema import Config
 from posttrain.plan.sizing.layout import best_fitting_layout
@@ -79,8 +79,9 @@ def _row(config: Config, own: int, shared_storage: float) -> dict[str, Any]:
     except NoSplit as error:
         return row | {"why": str(error)}
     seconds = step_durations(planned, shared_storage)
+    synchronous = ", synchronous" * (is_off_policy(config) and not is_off_policy(planned))
     return row | {
-        "engines": _described(planned),
+        "engines": f"{_described(planned)}{synchronous}",
         "seconds": seconds["step"],
         **{phase: seconds[f"step_{phase}"] for phase in IN_EVERY_STEP},
     }
@@ -93,6 +94,9 @@ def _with_engines(config: Config, own: int) -> Config:
         NoSplit: No engine can hold the model.
     """
     engine = dataclasses.replace(config.engine, own_nodes=own, sleep="auto", pd=PrefillDecode())
+    if takes_turns(config) != (own == 0):  # other engines run ahead, or leave a tail
+        rollout = dataclasses.replace(config.rollout, max_staleness=0, tail_fraction=0.0)
+        config = dataclasses.replace(config, rollout=rollout)
     chosen = choose_engine(dataclasses.replace(config, engine=engine))
     if not chosen:
         raise NoSplit(f"no engine on {counted(own, 'node')} holds the weights and a response")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from posttrain.config.derived import uses_engines
+from posttrain.config.derived import is_off_policy, uses_engines
 from posttrain.config.schema import Config
 from posttrain.plan.timing.decoding import accepted_tokens, running_share, speculation_gain
 from posttrain.plan.timing.rates import MOST_SPECULATION_GAIN
@@ -19,7 +19,7 @@ SHOWN = {"all requests": 0.0, "half of the longest response": 0.5, "the last req
 
 
 def speculation_part(config: Config, shared_storage: float) -> dict[str, Any] | None:
-    """Return the gain of speculation for `plan.json`; None if no engine can draft.
+    """Return the gain of speculation for `plan.json`; None if no engine can draft, or may (`max_staleness` above 0).
 
     Args:
         config: The resolved configuration.
@@ -31,7 +31,12 @@ def speculation_part(config: Config, shared_storage: float) -> dict[str, Any] | 
         "gain" without the limit.
     """
     has_drafts = config.model.architecture.num_nextn_predict_layers and config.hardware.kernels.speculative
-    if not (has_drafts and uses_engines(config)) or config.hardware.device == "cpu" or config.engine.kind != "sglang":
+    if (
+        is_off_policy(config)
+        or not (has_drafts and uses_engines(config))
+        or config.hardware.device == "cpu"
+        or config.engine.kind != "sglang"
+    ):
         return None
     drafts, work = config.engine.mtp_steps or DRAFTS, workload(config)
     requests = work.num_samples / config.engine.num_engines

@@ -23,6 +23,7 @@ from posttrain.plan.timing.step_time import (
     update_causes,
     update_mfu,
 )
+from posttrain.readable import format_percent
 
 
 def step_part(config: Config, seconds: Mapping[str, float]) -> dict[str, Any] | None:
@@ -123,6 +124,9 @@ def _notes(config: Config, work: Workload) -> dict[str, str]:
     if prefill:
         share += f"; {prefill} GPUs prefill, then the others decode"
     rollout = f"{work.num_samples} samples, until the longest of {work.longest_response:,} tokens ends; {share}"
+    if config.rollout.tail_fraction:
+        groups, share = config.rollout.rollout_batch_size, format_percent(config.rollout.tail_fraction, 0)
+        rollout = f"until {groups} groups are ready; at most {share} more are left to the next step"
     if runs_ahead(config):
         rollout = f"the trainer waits for groups, sampled at most {config.rollout.max_staleness} updates ago"
     beside = "during the next wait for groups" if runs_ahead(config) else "during the next rollout"

@@ -18,7 +18,7 @@ import dataclasses
 from dataclasses import dataclass, replace
 from functools import cache
 
-from posttrain.config.derived import is_off_policy, prefill_gpus, trainer_nodes, uses_engines
+from posttrain.config.derived import prefill_gpus, trainer_nodes, uses_engines
 from posttrain.config.schema import Config
 from posttrain.plan.sizing.storage import storage
 from posttrain.plan.timing.async_simulation import AsyncSteps
@@ -98,7 +98,8 @@ class NodeSplit:
     def steps(self, max_staleness: int, tail_fraction: float = 0.0) -> AsyncSteps:
         """Return what a step does."""
         steps = steps_of(self.config, self.train_seconds, self.sync_seconds)
-        return replace(steps, max_staleness=max_staleness, tail_fraction=tail_fraction)
+        mode = "abort" if tail_fraction else steps.on_new_weights
+        return replace(steps, max_staleness=max_staleness, tail_fraction=tail_fraction, on_new_weights=mode)
 
 
 def forecast_modes(config: Config, shared_storage: float) -> list[Mode]:
@@ -143,7 +144,7 @@ def explained(config: Config, modes: list[Mode]) -> str:
     if ahead.checkpoint_seconds > LITTLE * ahead.step_seconds:
         wait = f"each step waits {ahead.checkpoint_seconds:.0f} s for checkpoints"
         reasons.append(f"{wait}, less with a larger trainer.save_interval")
-    if config.engine.mtp_steps and not is_off_policy(config):
+    if config.engine.mtp_steps:
         reasons.append("it cannot draft (engine.mtp_steps)")
     if ahead.pause_seconds > LITTLE * ahead.step_seconds:
         reasons.append(f"engines stand still for {ahead.pause_seconds:.0f} s at each update (rollout.on_new_weights)")

@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from posttrain.trajectory_queue import TrajectoryQueue
+from posttrain.trajectory_queue import TrajectoryQueue, groups_of_tail
 
 PREFILLS_AGAIN = ("recompute", "abort")
 
@@ -73,7 +73,7 @@ class AsyncSteps:
     @property
     def num_ahead(self) -> int | None:
         """Groups started beyond those of the next step; None: what `max_staleness` allows."""
-        return math.ceil(self.tail_fraction * self.batch_size) or None
+        return groups_of_tail(self.tail_fraction, self.batch_size) if self.tail_fraction else None
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ class _Run:
             self._queue_changed = True
         else:
             self._start_groups()
-        if self._phase == "drain" and not self._running:
+        if self._phase == "drain" and not (self._running or self._prefilling):
             self._begin_sync()
 
     def _end_phase(self) -> None:

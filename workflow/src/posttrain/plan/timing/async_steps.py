@@ -15,7 +15,10 @@ from posttrain.config.schema import Config
 from posttrain.plan.timing.async_simulation import AsyncSteps, SharedEngines, SimulatedSteps, simulate
 from posttrain.plan.timing.decoding import Decoder, DecodingGpus, prefill_seconds
 from posttrain.plan.timing.rollout_of_step import Workload, engine_of, workload
+from posttrain.trajectory_queue import groups_of_tail
 
+# A tail of a simulated step may be longer by this share than the run's.
+ROUNDING = 0.1
 # Requests of a simulated step. Of more, each stands for several; that moves a step by less than a hundredth.
 MOST_REQUESTS = 128
 # Steps to average over, and bits of a number of requests and of a context, by which decode times are looked up.
@@ -76,10 +79,21 @@ def simulated_steps(
             `response_lengths`.
     """
     samples = steps.batch_size * steps.group_size
-    weight = min(max(samples // MOST_REQUESTS, 1), steps.batch_size)
-    fewer = replace(steps, batch_size=steps.batch_size // weight)
+    fewer = replace(steps, batch_size=steps.batch_size // _weight(fleet, steps))
     scale = samples / (fewer.batch_size * steps.group_size)
     return simulate(fewer, fleet.shared(round(scale)), lengths or response_lengths(work), NUM_STEPS)
+
+
+def _weight(fleet: EngineFleet, steps: AsyncSteps) -> int:
+    """Return how many requests one of the simulation stands for: engines still hold a group, and a tail is as long."""
+    tail, batch = steps.tail_fraction, steps.batch_size
+
+    def keeps_shape(weight: int) -> bool:
+        left = groups_of_tail(tail, batch // weight) / (batch // weight)
+        return fleet.places // weight >= steps.group_size and left <= tail * (1 + ROUNDING)
+
+    most = min(max(batch * steps.group_size // MOST_REQUESTS, 1), batch)
+    return next((weight for weight in range(most, 1, -1) if keeps_shape(weight)), 1)
 
 
 def steps_of(config: Config, train_seconds: float, sync_seconds: float) -> AsyncSteps:

@@ -47,6 +47,7 @@ HOLDING_MODES = {"keep": "in_place", "recompute": "retract"}
 ENDING_MODES = ("finish", "abort")
 # A request that was on its way to the engine is aborted with the next try.
 ABORT_INTERVAL_SECONDS = 0.1
+ABORT_ALL: tuple[str, dict[str, Any]] = ("/abort_request", {"abort_all": True})
 
 
 class EngineClient(EngineCommands):
@@ -223,7 +224,12 @@ class EngineClient(EngineCommands):
             await self._abort_in_flight()
         await self._in_flight.none()
         # An engine may still be ending a request whose caller has left.
-        await self.call_all("POST", f"/flush_cache?timeout={self._timeout_seconds:g}", {}, may_repeat=True)
+        await self._tell_answering(f"/flush_cache?timeout={self._timeout_seconds:g}", {})
+
+    async def _tell_answering(self, path: str, body: dict[str, Any]) -> None:
+        """Call all engines but those that did not answer a request: these are replaced, and hold nothing then."""
+        there = [engine for engine in self._engines if self._in_flight.has_any([engine])]
+        await asyncio.gather(*(self.call(engine, "POST", path, body, may_repeat=True) for engine in there))
 
     async def resume(self) -> None:
         """Go on after `pause`.
@@ -239,11 +245,11 @@ class EngineClient(EngineCommands):
         self._in_flight.open()
 
     async def _abort_in_flight(self) -> None:
-        await self.abort_all()
+        await self._tell_answering(*ABORT_ALL)
         while self.num_in_flight:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._in_flight.none(), ABORT_INTERVAL_SECONDS)
-            await self.abort_all()
+            await self._tell_answering(*ABORT_ALL)
 
     # ---- memory ----
 

@@ -8,6 +8,7 @@ engine got new weights or died, is asked again for the rest, with the tokens tha
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import logging
@@ -118,7 +119,7 @@ class TrajectoryGenerator:
         self._mix = PromptMix(prompts, config.data)
         self._queue = TrajectoryQueue.of(config)
         self._ready: dict[int, TrajectoryGroup] = {}
-        self._num_responses = 0  # that are generated now
+        self._num_responses = 0  # being generated
         self._background = _Background()
 
     async def begin(self, finished: int) -> None:
@@ -179,11 +180,16 @@ class TrajectoryGenerator:
 
     async def _rollout_in_turn(self, step: int) -> list[int]:
         """Return a step's positions from engines that sleep afterwards: requests that still run go on in the next."""
+        self._background.engine_failure = ""  # of an engine that has been replaced since
         await self._client.resume()
         try:
-            return await self._rollout(step)
-        finally:
-            await self._client.pause("abort")
+            positions = await self._rollout(step)
+        except BaseException:
+            with contextlib.suppress(EngineError):  # the first error says why
+                await self._client.pause("abort")
+            raise
+        await self._client.pause("abort")
+        return positions
 
     async def pause(self) -> None:
         """Stop running requests where engines can get new weights, as `rollout.on_new_weights` says."""
@@ -198,7 +204,7 @@ class TrajectoryGenerator:
             self._start_groups()
 
     def _start_groups(self) -> None:
-        """Start as many groups as the queue allows and engines have places for; those of ended responses are free."""
+        """Start as many groups as the queue allows and the engines have free places for."""
         size, engine = self._config.rollout.num_samples_per_prompt, self._config.engine
         most = max(size, engine.num_engines * engine.max_running_requests)
         while self._num_responses + size <= most and (position := self._queue.start()) is not None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from posttrain.config.derived import proves_weights, runs_ahead, takes_turns, uses_engines, uses_queue
+from posttrain.config.derived import is_off_policy, proves_weights, runs_ahead, takes_turns, uses_engines, uses_queue
 from posttrain.config.load import experiment_of
 from posttrain.config.schema import Config
 from posttrain.plan.sizing.storage import storage
@@ -111,8 +111,11 @@ def open_run(
 
 
 def _open_loop(config: Config, stack: ExitStack) -> EventLoop:
-    """Return the loop of everything that talks to engines; it runs in a thread if engines run ahead."""
-    return stack.enter_context(LoopThread()) if runs_ahead(config) else stack.enter_context(asyncio.Runner())
+    """Return the loop of everything that talks to engines and graders.
+
+    It runs in a thread if something goes on while the trainer works: engines, or grading for a later step.
+    """
+    return stack.enter_context(LoopThread()) if is_off_policy(config) else stack.enter_context(asyncio.Runner())
 
 
 def _source_of(

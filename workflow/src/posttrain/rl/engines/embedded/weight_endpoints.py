@@ -2,7 +2,8 @@
 
 The API is SGLang's; the guarantee is stronger. Tensors are collected in a spare set, and /end_weight_update
 swaps it in as a whole, with the version of the last bucket. An update that lacks a tensor or had a bad bucket
-is dropped there, and the old weights keep serving under their old version.
+is dropped there, and the old weights keep serving under their old version. So is one whose sender was killed, when the
+next update begins or memory is released.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ log = logging.getLogger(__name__)
 # There is no persistent cache and no CUDA graph, so releasing them only blocks requests.
 WEIGHTS, TAGS = "weights", ("kv_cache", "weights", "cuda_graph")
 NO_UPDATE_OPEN = "no weight update is open; call /begin_weight_update first"
-UPDATE_OPEN = "a weight update is open already; call /end_weight_update first"
 
 
 class WeightEndpoints:
@@ -62,7 +62,7 @@ class WeightEndpoints:
         return [web.post(path, self._handler(call)) for path, call in calls.items()]
 
     def begin(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Open an update; one whose sender was killed is dropped, and none of its tensors was served."""
+        """Open an update."""
         self._update = self._weights.begin_update()
         return {}
 
@@ -87,8 +87,7 @@ class WeightEndpoints:
 
     def update_from_disk(self, body: dict[str, Any]) -> dict[str, Any]:
         """Load a checkpoint folder and serve it."""
-        if self._update is not None:
-            raise WeightError(UPDATE_OPEN)
+        self._update = None
         if not isinstance(body.get("model_path"), str):
             raise RequestError("model_path: the folder of a checkpoint is needed")
         if body.get("abort_all_requests"):
@@ -138,8 +137,7 @@ class WeightEndpoints:
     def release_memory(self, body: dict[str, Any]) -> dict[str, Any]:
         """Release the weights' memory; generation is refused until it is resumed and filled."""
         tags = _tags(body)
-        if self._update is not None:
-            raise WeightError(UPDATE_OPEN)
+        self._update = None
         self._worker.fall_asleep(tags)
         if WEIGHTS in tags:
             self._weights.release()
