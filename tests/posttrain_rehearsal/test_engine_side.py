@@ -87,8 +87,8 @@ def test_codes_are_sent_with_their_scales_and_mtp_layers_to_those_who_draft(reso
     assert sent["model.layers.0.mlp.down_proj.weight_scale_inv"] == TensorSpec((48, 96), "F32")
     assert not any(name.startswith("model.layers.4.") for name in sent)
     drafting = shallow(resolved("glm5", nodes=32).config)
-    assert (drafting.engine.mtp_steps, drafting.model.architecture.num_hidden_layers) == (3, 8)
-    assert any(name.startswith("model.layers.8.") for name, _ in sent_tensors(drafting))
+    assert (drafting.engine.mtp_steps, drafting.model.architecture.num_hidden_layers) == (3, 16)
+    assert any(name.startswith("model.layers.16.") for name, _ in sent_tensors(drafting))
 
 
 def test_without_its_environment_the_page_says_how_to_make_it(

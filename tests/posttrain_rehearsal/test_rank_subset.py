@@ -18,8 +18,8 @@ def config_of(model, **more):
 @pytest.mark.parametrize(
     ("model", "nodes", "expected"),
     [
-        # TP4 CP2 DP4, EP32: neighbours of tensor, context and data parallelism; all of a stage share the experts.
-        ("glm5", 16, [stage * 32 + place for stage in range(4) for place in (0, 1, 4, 8)]),
+        # TP4 CP4 DP2, EP32: neighbours of tensor, context and data parallelism; all of a stage share the experts.
+        ("glm5", 16, [stage * 32 + place for stage in range(4) for place in (0, 1, 4, 16)]),
         ("glm5_4layer", 1, [0, 1, 4]),
     ],
 )
@@ -29,20 +29,20 @@ def test_every_kind_of_group_has_two_members(model, nodes, expected):
 
 def test_a_quick_rehearsal_has_the_first_a_middle_and_the_last_stage():
     config = config_of("glm5", nodes=16)
-    assert members(config, quick=True) == [stage * 32 + place for stage in (0, 1, 3) for place in (0, 1, 4, 8)]
+    assert members(config, quick=True) == [stage * 32 + place for stage in (0, 1, 3) for place in (0, 1, 4, 16)]
     assert stages_of(config_of("glm5_4layer"), quick=True) == [0]
 
 
 def test_few_layers_keep_every_kind_in_every_stage():
     config = shallow(config_of("glm5", nodes=16))
-    assert config.model.architecture.num_hidden_layers == 8
+    assert config.model.architecture.num_hidden_layers == 16, "two of each of eight chunks"
     assert config.model.architecture.first_k_dense_replace == 1
     assert config.parallel.num_layers_in_last_pipeline_stage == 0
 
 
 def test_only_a_quick_rehearsal_leaves_out_layers():
     whole, quick = (rehearsed_config(resolved_of("glm5", nodes=16, quick=flag)) for flag in (0, 1))
-    assert (whole.model.architecture.num_hidden_layers, quick.model.architecture.num_hidden_layers) == (78, 8)
+    assert (whole.model.architecture.num_hidden_layers, quick.model.architecture.num_hidden_layers) == (78, 16)
 
 
 def test_a_chunk_keeps_the_layers_that_share_a_choice_of_keys():

@@ -1,6 +1,7 @@
 import pytest
 from tests.support.megatron_single import CONFIG_DIR
 
+from posttrain.config.derived import micro_batch_multiple
 from posttrain.plan.resolve import resolve
 from posttrain.plan.sizing.activations import fullest_micro_batch
 from posttrain.plan.sizing.assumptions import ASSUMPTIONS
@@ -34,4 +35,6 @@ def test_rows_of_an_update_differ_on_every_rank_and_their_number_from_step_to_st
     )
     assert all(len({-(-tokens // multiple) for tokens in rank}) > 1 for rank in first)
     assert len(first) == 1 or first[0] != first[1]
-    assert {len(rank) for rank in first} <= {*range(2, len(second[0]))}
+    # Interleaved stages take rows a few at a time, which rounds both numbers up.
+    may_be_equal = micro_batch_multiple(config) > 1
+    assert {len(rank) for rank in first} <= {*range(2, len(second[0]) + may_be_equal)}

@@ -136,7 +136,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"model": "qwen3_30b_a3b", "set": f"{TENSOR}=8"},
         (TENSOR,),
     ),
-    "TP over nodes": (glm5(f"{TENSOR}=16"), (TENSOR,)),
+    "TP over nodes": (glm5(f"{TENSOR}=16 {CONTEXT}=2 {BUDGET}=16384"), (TENSOR,)),
     "ETP over nodes": (glm5(f"{EXPERT}=2 {EXPERT_TENSOR}=16"), (EXPERT_TENSOR,)),
     "recomputed chunk longer than a stage": (
         glm5("trainer.recompute_num_layers=30"),
@@ -147,12 +147,12 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     # Batches and lengths
     "batch that does not divide the rollout": ({"set": f"{BATCH}=48"}, (BATCH,)),
     "batch larger than the rollout": (glm5(f"{BATCH}=128"), (BATCH,)),
-    "batch that ranks cannot share": (glm5(f"{BATCH}=2"), (BATCH,)),
+    "batch that ranks cannot share": (glm5(f"{BATCH}=1"), (BATCH,)),
     "group of one": (
         glm5(f"rollout.num_samples_per_prompt=1 {BATCH}=8"),
         ("rollout.num_samples_per_prompt",),
     ),
-    "cap below the longest sample": (glm5(f"{BUDGET}=8192"), (BUDGET,)),
+    "cap below the longest sample": (glm5(f"{BUDGET}=4096"), (BUDGET,)),
     "cap too small without CP": (glm5(f"{CONTEXT}=1"), (BUDGET,)),
     "response longer than the cap": (glm5(f"{LONGEST}=65536"), (BUDGET,)),
     "response longer than the model": (glm5(f"{LONGEST}=202752 {BUDGET}=202752"), (LONGEST,)),

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from megatron.core.parallel_state import RankGenerator
+from tests.support.published_layout import PUBLISHED_LAYOUT
 
 from posttrain.checkpoint.formats.shard_writer import assign_shards
 from posttrain.checkpoint.formats.torch_dist import MAX_FILE_BYTES, split_placements
@@ -17,7 +18,9 @@ CONFIG_DIR = Path(__file__).resolve().parents[4] / "config"
 
 
 def config_of(model: str, more: str = ""):
-    return resolve({"model": model, "site": "local", "set": f"site.node_names=[] {more}"}, CONFIG_DIR).config
+    return resolve(
+        {"model": model, "site": "local", "set": f"{PUBLISHED_LAYOUT} site.node_names=[] {more}"}, CONFIG_DIR
+    ).config
 
 
 @pytest.mark.parametrize("more", ["", "parallel.expert_tensor_parallel_size=2 parallel.expert_model_parallel_size=16"])

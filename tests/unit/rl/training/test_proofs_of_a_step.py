@@ -22,7 +22,9 @@ def run_of(calls: list[str], finished: int, is_due_at_start: bool, max_staleness
     state = SimpleNamespace(restore=note("restore", finished), remove_leftovers=note("tidy"))
     parts = {"publisher": publisher, "source": source, "state": state, "publish": note("publish")}
     rollout = SimpleNamespace(max_staleness=max_staleness)
-    config = SimpleNamespace(rollout=rollout, training=SimpleNamespace(objective="rl"))
+    engine, hardware = SimpleNamespace(sleep="never", own_nodes=0), SimpleNamespace(device="cpu")
+    training = SimpleNamespace(objective="rl")
+    config = SimpleNamespace(rollout=rollout, training=training, engine=engine, hardware=hardware)
     return SimpleNamespace(**parts, config=config, evaluation=None, is_rank0=False, turns=None, clock=PhaseClock)
 
 

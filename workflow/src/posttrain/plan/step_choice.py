@@ -27,6 +27,7 @@ from typing import Any
 
 from posttrain.config.derived import recomputable_modules, stage_chunks
 from posttrain.config.load import PLANNER, Chosen
+from posttrain.config.rules import check_consistency
 from posttrain.config.schema import Config, Trainer
 from posttrain.plan.sizing.assumptions import ASSUMPTIONS
 from posttrain.plan.sizing.engine import EngineMemory, engine_memory
@@ -110,13 +111,13 @@ class Candidate:
 
 
 def choose_step(config: Config, origins: Mapping[str, str]) -> Chosen:
-    """Return what the search takes; nothing where recomputation is not `auto`.
+    """Return what the search takes; nothing where recomputation is not `auto`, or where a rule is violated anyway.
 
     Args:
         config: The configuration with its layout.
         origins: Which keys a layer has set: those stay.
     """
-    if config.trainer.recompute_granularity != AUTO:
+    if config.trainer.recompute_granularity != AUTO or check_consistency(config):
         return Chosen({})
     best, given = _best(candidates(config, _searched(origins))), _values_of(config)
     return Chosen({key: value for key, value in best.values.items() if value != given[key]})
