@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -153,8 +153,20 @@ def quick() -> None:
     _measure(num_steps=WARM_UP + 2, token_seconds=0.0005)
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Show errors only."""
+    logger = logging.getLogger("posttrain")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@_quiet()
 def _measure(num_steps: int, token_seconds: float) -> None:
-    logging.getLogger("posttrain").setLevel(logging.ERROR)
     rollout_seconds = _longest_of_step() * token_seconds
     rows = []
     for share, goals in GOALS.items():
