@@ -7,8 +7,8 @@ log-normal (sigma 1, at most 8 medians). An update takes a fixed time, too. Both
 coordinator or generator and queue, engine client, graders, files, publisher and training loop. With a staleness of k,
 k + 1 rollouts run at a time, so the gain is at most k + 1, and at most a synchronous step over an update.
 
-Where trainer and engine take turns, a step leaves its slowest groups to the next (`rollout.tail_fraction`). The tail is
-the time from the 90th of 100 responses of a synchronous step to the last.
+With `rollout.tail_fraction` the trainer and the engine take turns, and the next step finishes the slowest groups. A
+synchronous step's tail is the time between the 90th percentile of its responses and the last one.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ STALENESS = "rollout.max_staleness"
 # Staleness -> goal over synchronous steps, by the update's time as a share of the rollout's.
 GOALS = {1.0: {1: 1.8, 4: 1.9}, 0.5: {1: 1.7, 4: 2.5}}
 # Groups left to the next step -> goal for the share of the tail that is saved.
-TAILS = {0.25: 0.4, 0.5: 0.7, 1.0: 0.7}
+TAILS = {0.25: 0.7, 0.5: 0.7, 1.0: 0.7}
 TURNS = "engine.sleep=always rollout.on_new_weights=abort"
 # Steps before the queue is full, which are not timed.
 WARM_UP = 5

@@ -50,7 +50,7 @@ class ScriptedEngine:
         self._runs = asyncio.Event()
         self._runs.set()
         self._running: set[Running] = set()
-        # What aborted responses lacked, by all tokens before.
+        # Remaining lengths of aborted responses, keyed by prompt and generated tokens.
         self._rests: dict[tuple[int, ...], list[int]] = {}
 
     def routes(self) -> list[web.RouteDef]:
@@ -79,7 +79,7 @@ class ScriptedEngine:
         return [_answer(length, spans, self._version) for length in lengths]
 
     def _length_of(self, prompt: tuple[int, ...], wanted: dict[str, Any]) -> int:
-        """Return how many tokens a request takes: the rest of an aborted response, or a length of its own."""
+        """Return the length of a response: the remaining tokens if it was aborted before, else a new length."""
         if rests := self._rests.get(prompt):
             return rests.pop()
         return min(wanted["max_new_tokens"], length_of(wanted["sampling_seed"], self._median, self._most_medians))

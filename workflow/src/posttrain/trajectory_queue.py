@@ -7,9 +7,8 @@ Bookkeeping only, without engines, files or clocks: `rl.rollout.generator` drive
 Two rules bound a group's staleness: the number of updates between the oldest weights that sampled it and the weights
 that train on it. B is the number of groups of a step, k the bound.
 
-- A group starts while fewer than (v + 1) B + A groups have started, where v is the engines' weight version. A is k B
-  where engines run ahead, and `rollout.tail_fraction` x B where they take turns with the trainer. Groups that were
-  dropped do not count.
+- A group starts while fewer than (v + 1) B + A groups have started, where v is the engines' weight version. A is k B if
+  engines run ahead, and `rollout.tail_fraction` x B if they take turns with the trainer. Dropped groups do not count.
 - Step v + k is the last that may train on a group of version v. A step takes as many groups of each age as later steps
   could not take in time, and waits for those; the rest of its batch are the groups that were ready first.
 

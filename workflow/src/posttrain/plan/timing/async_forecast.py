@@ -28,7 +28,7 @@ from posttrain.plan.timing.rollout_of_step import engine_of, rollout_of, workloa
 from posttrain.plan.timing.step_time import state_fits, sync_seconds, training_seconds, training_seconds_on
 
 STALENESS = (1, 4)
-# What a step leaves to the next, and the bound in updates.
+# Default tail fraction and staleness of the forecast.
 TAIL, TAIL_STALENESS = 0.5, 2
 SHARED, APART = "shared", "apart"
 PARTS = 16
@@ -152,7 +152,7 @@ def explained(config: Config, modes: list[Mode]) -> str:
 
 
 def forecast_part(config: Config, shared_storage: float) -> dict[str, object] | None:
-    """Return the modes as they stand in `plan.json`; None without engines on GPUs, or where none fits."""
+    """Return the modes for `plan.json`; None if there are no engines on GPUs or no mode fits."""
     modes = forecast_modes(config, shared_storage) if is_forecast(config) else []
     if not modes:
         return None

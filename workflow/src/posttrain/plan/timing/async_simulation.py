@@ -4,12 +4,12 @@ The trainer takes a step's groups as soon as `TrajectoryQueue` hands them over, 
 engines new weights, which takes a fixed time in which both stand still. All running requests share the engines evenly:
 a token of each takes a time that depends on their number and their mean context. What `rollout.on_new_weights` does:
 
-    recompute, abort   decoding goes on when the context of all running requests has been prefilled again
-    keep               decoding goes on at once
+    recompute, abort   decoding continues after all running requests have been prefilled again
+    keep               decoding continues at once
     finish             engines get new weights when the last running request has ended; none starts meanwhile
 
-Where trainer and engines take turns (`rollout.tail_fraction`), all engines stand still from the time at which a step
-has its groups to the end of the transfer, and then prefill the responses that go on.
+With `rollout.tail_fraction` trainer and engines take turns: the engines pause while the trainer works and during the
+transfer, and then prefill the unfinished responses again.
 
 Engines that prefill for themselves decode nothing meanwhile. Where others prefill, only the new requests wait; after
 new weights all do. Not modelled: grading, and requests that are spread unevenly over the engines.

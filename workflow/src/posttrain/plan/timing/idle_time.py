@@ -8,7 +8,7 @@
     pipeline             stages that fill and drain, in training and in the pass for old log-probabilities
     checkpoint           all GPUs, if a checkpoint takes longer than the rollout that overlaps it
 
-Where engines run ahead, instead of the first five:
+If engines run ahead, these replace the first five:
 
     groups not ready     GPUs that train, until a step has its groups
     free places          engines, for the share of the tokens that they could generate with all places taken

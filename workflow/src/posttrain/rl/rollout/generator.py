@@ -127,7 +127,7 @@ class TrajectoryGenerator:
         taken = self._store.taken_from(finished)
         # Steps that are taken again lead to these weights; the weights of later versions are lost.
         newest = finished + len(taken)
-        # What was dropped for those steps stays dropped: their records say so, and are not written again.
+        # Groups dropped for those steps stay dropped: their records list them and are not rewritten.
         self._queue = TrajectoryQueue.of(self._config, finished, self._store.read_done(newest))
         for step, positions in taken.items():
             self._queue.reserve(step, positions)

@@ -113,7 +113,7 @@ def open_run(
 def _open_loop(config: Config, stack: ExitStack) -> EventLoop:
     """Return the loop of everything that talks to engines and graders.
 
-    It runs in a thread if something goes on while the trainer works: engines, or grading for a later step.
+    It runs in a thread if engines generate, or graders work for a later step, while the trainer trains.
     """
     return stack.enter_context(LoopThread()) if is_off_policy(config) else stack.enter_context(asyncio.Runner())
 
