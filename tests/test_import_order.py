@@ -29,8 +29,8 @@ ANNEXES = ("posttrain_import", "posttrain_rehearsal", "posttrain_serving")
 ORDER = (
     *("document", "types", "readable", "rl/algorithm", "config", "trajectory_queue", "store", "plan", "report"),
     "plan/forecast",
-    *("cluster/rendezvous", "cluster/processes", "http_answers", "plan/preflight", "checkpoint"),
-    *("rl/data", "rl/reward", "rl/batching", "rl/engines", "rl/rollout", "rl/evaluation"),
+    *("cluster/rendezvous", "cluster/processes", "http_answers", "sandbox", "plan/preflight", "checkpoint"),
+    *("rl/data", "rl/reward", "rl/batching", "rl/engines", "rl/environments", "rl/rollout", "rl/evaluation"),
     *("rl/megatron_backend", "rl/weight_sync", "rl/training", "cluster", "commands"),
 )
 ABOVE_ALL = ("errors", "cli", "moved_modules", "__init__", "__main__")

@@ -119,6 +119,12 @@ class Data:
     reward: str = _doc(
         "Grader of the responses: a name (docs/rewards.md), path.py:function, or a sum such as math + 0.2*format"
     )
+    environment: str = _doc(
+        "What the model acts in over several turns: a name (docs/environments.md), path.py:Class, or the address of a "
+        "service; empty: a prompt has one response",
+        "",
+        unnamed="",
+    )
     chat_template_kwargs: list[str] = _doc(
         "Variables of the chat template, each NAME=VALUE: enable_thinking=false", [], unnamed=[]
     )

@@ -17,6 +17,7 @@ from posttrain.config.cluster import Container, Kubernetes
 from posttrain.config.data import Data
 from posttrain.config.download import Download
 from posttrain.config.engine import Engine
+from posttrain.config.environment import EnvironmentSettings
 from posttrain.config.evaluation import Evaluation
 from posttrain.config.formats import Export, Quantize, Serving
 from posttrain.config.hardware import Hardware
@@ -337,6 +338,7 @@ class Config:
     data: Data = field(default_factory=Data)
     algorithm: Algorithm = field(default_factory=Algorithm)
     reward: Reward = field(default_factory=Reward)
+    environment: EnvironmentSettings = field(default_factory=EnvironmentSettings)
     rollout: Rollout = field(default_factory=Rollout)
     quantize: Quantize = field(default_factory=Quantize)
     optimizer: Optimizer = field(default_factory=Optimizer)
@@ -359,4 +361,6 @@ class Config:
 
 
 # What is learned. The digest of these names the run; everything else may change from attempt to attempt.
-EXPERIMENT_SECTIONS = ("model", "data", "reward", "algorithm", "rollout", "quantize", "optimizer", "training")
+EXPERIMENT_SECTIONS = (
+    *("model", "data", "reward", "environment", "algorithm", "rollout", "quantize", "optimizer", "training"),
+)
