@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from posttrain.config.model_files import model_digests
+from posttrain.config.own_environment import inspect_environment, is_own
 from posttrain.config.own_reward import own_digests, trained_rewards
 from posttrain.config.schema import Config
 from posttrain.config.suites import suite_rewards
@@ -13,6 +14,7 @@ from posttrain.errors import raise_if_any
 
 # Origins of what follows from the content of files, and from packages.
 FILES, MODEL_FILES, INSTALLED = "the files that rewards name", "the files that model names", "the installed package"
+ENVIRONMENT_FILES = "the file that data.environment names"
 
 
 def filled_in(config: Config, origins: dict[str, str]) -> Config:
@@ -21,7 +23,9 @@ def filled_in(config: Config, origins: dict[str, str]) -> Config:
     Raises:
         ConfigError: A file or a package is missing, or is not what it should be.
     """
-    return _with_installed(_with_model_digests(_with_own_digests(config, origins), origins), origins)
+    for find in (_with_own_digests, _with_environment_digest, _with_model_digests, _with_installed):
+        config = find(config, origins)
+    return config
 
 
 def _with_own_digests(config: Config, origins: dict[str, str]) -> Config:
@@ -34,6 +38,15 @@ def _with_own_digests(config: Config, origins: dict[str, str]) -> Config:
             config = dataclasses.replace(config, **{section: named})
             origins[f"{section}.own_digests"] = FILES
     return config
+
+
+def _with_environment_digest(config: Config, origins: dict[str, str]) -> Config:
+    """Return the configuration with the digest of the user's environment."""
+    if not is_own(config.data.environment):
+        return config
+    digest = inspect_environment(config.data.environment).digest
+    origins["environment.digest"] = ENVIRONMENT_FILES
+    return dataclasses.replace(config, environment=dataclasses.replace(config.environment, digest=digest))
 
 
 def _with_model_digests(config: Config, origins: dict[str, str]) -> Config:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.config.data import sources_of
+from posttrain.config.own_source import digest_of, read_source, refused
 from posttrain.config.reward_sum import parse_reward
 from posttrain.config.schema import Config
 from posttrain.errors import ConfigError, Problem
@@ -27,8 +28,6 @@ SIGNATURES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 TRAINERS_OWN = ("trainer_state", "completion_ids", "environments")
 # What a function can know a label by: parameters, or all that it was given at once.
 _LABELS = {"ground_truth", "extra_info", "locals"}
-# At the top level of a source: other files that its rewards depend on, relative to its folder.
-NAMED_FILES = "REWARD_FILES"
 _ALLOWED = "compute_score(data_source, solution_str, ground_truth, extra_info) or f(prompts, completions, **columns)"
 
 
@@ -62,17 +61,15 @@ def inspect_own(text: str, key: str = "data.reward") -> OwnReward:
         ConfigError: There is no such file or function, it is no Python, a file that it names is missing, or its
             parameters are not those of a known signature.
     """
-    path, _, name = text.rpartition(":")
     try:
-        content = Path(path).read_bytes()
-        tree = ast.parse(content, path)
+        path, name, content, tree = read_source(text)
     except (OSError, SyntaxError, ValueError) as error:
         allowed = "path.py:function, from the folder in which the workflow runs"
-        raise _refused("reward-unreadable", key, f"{text!r}: {error}", allowed, "correct path or source") from error
+        raise refused("reward-unreadable", key, f"{text!r}: {error}", allowed, "correct path or source") from error
     functions = {node.name: node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
     if name not in functions:
         known = ", ".join(functions) or "none"
-        raise _refused(
+        raise refused(
             "no-such-function", key, repr(text), f"a function at the top level of {path}: {known}", "correct the name"
         )
     arguments = functions[name].args
@@ -80,10 +77,10 @@ def inspect_own(text: str, key: str = "data.reward") -> OwnReward:
     signature = next((kind for kind, (marks, _) in SIGNATURES.items() if set(marks) <= set(parameters)), "")
     if not signature:
         remedy = "wrap it in a function with one of these signatures"
-        raise _refused("reward-signature", key, f"{name}({', '.join(parameters)})", _ALLOWED, remedy)
+        raise refused("reward-signature", key, f"{name}({', '.join(parameters)})", _ALLOWED, remedy)
     if missing := [name for name in _required(arguments) if signature == TRL and name in TRAINERS_OWN]:
         remedy = f"give {', '.join(missing)} a default: rewards are computed in processes beside the trainer"
-        raise _refused("reward-needs-trainer", key, f"{name} needs {', '.join(missing)}", _ALLOWED, remedy)
+        raise refused("reward-needs-trainer", key, f"{name} needs {', '.join(missing)}", _ALLOWED, remedy)
     needs_label = _needs_label(functions[name], signature, parameters)
     return OwnReward(path, name, signature, digest_of(path, content, key), needs_label)
 
@@ -133,17 +130,13 @@ def read_prompt(path: str, key: str) -> str:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise _refused(
+        raise refused(
             "file-unreadable", key, f"{path!r}: {error}", "a file of text", "correct the path or the file"
         ) from error
     if "{response}" not in text:
         remedy = "put {response} where the response belongs"
-        raise _refused("placeholder-missing", key, repr(path), "a text with {response}", remedy)
+        raise refused("placeholder-missing", key, repr(path), "a text with {response}", remedy)
     return text
-
-
-def _refused(code: str, key: str, value: str, allowed: str, remedy: str) -> ConfigError:
-    return ConfigError([Problem(code, key, value, allowed, remedy)])
 
 
 def _required(arguments: ast.arguments) -> list[str]:
@@ -152,39 +145,3 @@ def _required(arguments: ast.arguments) -> list[str]:
     named = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
     without = [*plain[: len(plain) - len(arguments.defaults)], *(arg for arg, default in named if default is None)]
     return [argument.arg for argument in without]
-
-
-def digest_of(path: str, content: bytes, key: str = "data.reward") -> str:
-    """Return the digest of a source and of the files that it names, in order.
-
-    Raises:
-        ConfigError: One of them is not there.
-    """
-    digest = hashlib.sha256(content)
-    for name in _named_files(ast.parse(content, path), path, key):
-        try:
-            named = (Path(path).parent / name).read_bytes()
-        except OSError as error:
-            raise _refused(
-                "no-such-file", key, f"{NAMED_FILES} of {path}: {error}", "files that are there", "correct it"
-            ) from error
-        # Each with its length, so that a byte cannot move from one file to the next.
-        digest.update(b"%d:%s" % (len(named), named))
-    return digest.hexdigest()
-
-
-def _named_files(tree: ast.Module, path: str, key: str) -> list[str]:
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and any(getattr(t, "id", "") == NAMED_FILES for t in node.targets):
-            try:
-                names = ast.literal_eval(node.value)
-            except ValueError:
-                names = None
-            if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
-                allowed = "a list of texts that is written out: what a plan reads, it does not execute"
-                remedy = "write the names out"
-                raise _refused(
-                    "names-not-literal", key, f"{NAMED_FILES} in line {node.lineno} of {path}", allowed, remedy
-                )
-            return list(names)
-    return []

@@ -9,6 +9,7 @@ from itertools import chain
 from posttrain.config.data import GENERATED, KINDS, LOCAL_DATA, UNPINNED, Data, sources_of
 from posttrain.config.derived import recomputable_modules, stage_chunks, uses_engines
 from posttrain.config.engine_rules import ENGINE_RULES
+from posttrain.config.environment_rules import ENVIRONMENT_RULES
 from posttrain.config.families import check_architecture
 from posttrain.config.fields import did_you_mean
 from posttrain.config.formats import FP8_BLOCK
@@ -34,12 +35,12 @@ REPOSITORY = r"[A-Za-z0-9._-]+/[A-Za-z0-9._-]+"
 FORMATS = ("bf16", "fp8", "nvfp4")
 # Neighbours in a row that share a scale. Not nvfp4: it is the default, and most never ask for it.
 SERVING_GROUPS = {"mxfp8": 32, "int4": 128}
+OTHER_RULES = (*ENGINE_RULES, *QUEUE_RULES, *SITE_RULES, *LAUNCH_RULES, *SERVICE_RULES, *ENVIRONMENT_RULES)
 
 
 def check_consistency(config: Config) -> list[Problem]:
     """Return every violated rule."""
-    rules = (*RULES, check_bounds, *ENGINE_RULES, *QUEUE_RULES, *SITE_RULES, *LAUNCH_RULES, *SERVICE_RULES)
-    return [problem for rule in rules for problem in rule(config)]
+    return [problem for rule in (*RULES, check_bounds, *OTHER_RULES) for problem in rule(config)]
 
 
 def check_convertible(config: Config) -> Problems:
@@ -234,8 +235,7 @@ def _recomputation(config: Config) -> Problems:
 def _benchmark_rows(config: Config) -> Problems:
     rows = config.evaluation.serving.concurrency
     if not rows or any(not row.isdecimal() or int(row) < 1 for row in rows) or len({*rows}) < len(rows):
-        remedy = "name the requests in flight, once each"
-        allowed = "whole numbers from 1 on"
+        allowed, remedy = "whole numbers from 1 on", "name the requests in flight, once each"
         yield Problem("not-concurrencies", "evaluation.serving.concurrency", ", ".join(rows) or "none", allowed, remedy)
 
 

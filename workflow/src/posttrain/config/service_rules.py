@@ -45,7 +45,7 @@ def _names(config: Config) -> Problems:
 
 def _addresses(config: Config) -> Problems:
     for section, _, address in addresses(config):
-        if problem := _wrong_url(address.url):
+        if problem := wrong_url(address.url):
             allowed = "http://host:port/path or https://, without user, password and query"
             remedy = f"a secret belongs into the environment: {section}.token_variable names the variable"
             yield Problem("not-an-address", f"{section}.url", problem, allowed, remedy)
@@ -55,7 +55,7 @@ def _addresses(config: Config) -> Problems:
             yield Problem("secret-in-config", f"{section}.token_variable", "a text that is not shown", allowed, remedy)
 
 
-def _wrong_url(url: str) -> str:
+def wrong_url(url: str) -> str:
     """Return the fault of an address without its possibly secret parts, or ""."""
     hidden = re.sub(r"(?<=//)[^/]*@|(?<=[?#]).*", "***", url)
     try:

@@ -19,7 +19,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
-from posttrain.config.own_reward import TRL, OwnReward, digest_of
+from posttrain.config.own_reward import TRL, OwnReward
+from posttrain.config.own_source import digest_of
 from posttrain.rl.reward.answer import Answer, Grade
 from posttrain.rl.reward.job import MAX_METRICS, checked, checked_metrics
 

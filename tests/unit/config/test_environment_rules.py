@@ -1,0 +1,52 @@
+"""Rules of environments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.support.rejections import rejected
+
+from posttrain.config.load import merge
+
+CONFIG_DIR = Path(__file__).resolve().parents[3] / "config"
+OFFLINE = "rollout.num_samples_per_prompt=1 training.objective=sft rollout.temperature=1.0"
+CALCULATOR = "data.environment=calculator"
+KEY = "data.environment"
+
+
+def resolve(settings: str):
+    return merge({"model": "tiny", "site": "local", "set": settings}, CONFIG_DIR).config
+
+
+@pytest.mark.parametrize(
+    ("settings", "code", "key", "datum"),
+    [
+        (f"{KEY}=calculater", "unknown-environment", KEY, "calculator"),
+        (f"{KEY}=ftp://host:1", "not-an-address", KEY, "http://"),
+        (f"{KEY}=http://", "not-an-address", KEY, "http://"),
+        (f"{KEY}=http://me:secret@host:1", "not-an-address", KEY, "***"),
+        (f"{KEY}=missing.py:Guess", "environment-unreadable", KEY, "missing.py"),
+        (f"{CALCULATOR} environment.max_turn_tokens=99999", "turn-exceeds-episode", "environment.max_turn_tokens", "8"),
+        (f"{CALCULATOR} {OFFLINE}", "not-for-supervised", KEY, "leave it out"),
+        ("environment.max_turns=3", "unused-value", "environment.max_turns", "16"),
+        ("environment.history=template", "unused-value", "environment.history", "keep"),
+    ],
+)
+def test_what_has_no_meaning_is_rejected(settings: str, code: str, key: str, datum: str) -> None:
+    with rejected(code, datum, key=key) as caught:
+        resolve(settings)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "",
+        "environment.num_workers=8 environment.memory_gib=1 environment.deadline_seconds=5",
+        f"{CALCULATOR} environment.max_turns=3 environment.max_turn_tokens=4",
+        f"{KEY}=http://node7:8000/env",
+    ],
+)
+def test_what_is_accepted(settings: str) -> None:
+    assert not resolve(settings).environment.digest
