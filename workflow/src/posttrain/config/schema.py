@@ -26,6 +26,7 @@ from posttrain.config.mismatch import MismatchLimits
 from posttrain.config.optimizer import Optimizer
 from posttrain.config.reward import Reward
 from posttrain.config.rollout import Rollout
+from posttrain.config.sandbox import SandboxSettings
 from posttrain.config.stage import Stage
 from posttrain.document import _doc
 from posttrain.rl.algorithm.settings import Algorithm
@@ -339,6 +340,7 @@ class Config:
     algorithm: Algorithm = field(default_factory=Algorithm)
     reward: Reward = field(default_factory=Reward)
     environment: EnvironmentSettings = field(default_factory=EnvironmentSettings)
+    sandbox: SandboxSettings = field(default_factory=SandboxSettings)
     rollout: Rollout = field(default_factory=Rollout)
     quantize: Quantize = field(default_factory=Quantize)
     optimizer: Optimizer = field(default_factory=Optimizer)
@@ -362,5 +364,6 @@ class Config:
 
 # What is learned. The digest of these names the run; everything else may change from attempt to attempt.
 EXPERIMENT_SECTIONS = (
-    *("model", "data", "reward", "environment", "algorithm", "rollout", "quantize", "optimizer", "training"),
+    *("model", "data", "reward", "environment", "sandbox", "algorithm", "rollout", "quantize"),
+    *("optimizer", "training"),
 )

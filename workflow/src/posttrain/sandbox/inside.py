@@ -1,0 +1,71 @@
+"""The first process in a sandbox: waits for the caller, starts the program within its limits, and reaps orphans.
+
+`run` passes this file's text to Python with `-c`, since the sandbox does not see the library. It uses the standard
+library alone. Arguments: the file descriptor of the caller, limits as NAME=NUMBER separated by commas, and the command,
+or the path of the source.
+"""
+
+import _signal  # `signal` imports `enum`, which takes milliseconds
+import _sitebuiltins
+import builtins
+import os
+import resource
+import sys
+
+
+def _wait(number: int) -> None:
+    """Tell the caller that the sandbox stands, and end unless the caller is there to say go on."""
+    os.write(number, b"r")
+    if os.read(number, 1) != b"g":
+        os._exit(1)
+    os.close(number)
+
+
+def _reap_until(child: int) -> None:
+    """End with the exit code of a child, and with it all processes of the namespace."""
+    # The kernel keeps signals from its namespace off the first process, unless it handles them.
+    _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
+    for number in range(3):
+        os.close(number)
+    ended = 0
+    while ended != child:
+        ended, status = os.wait()
+    os._exit(128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status))
+
+
+def _limit(words: str) -> None:
+    for word in words.split(","):
+        name, value = word.split("=")
+        # Beyond the CPU's soft limit the program gets SIGXCPU, and SIGKILL a second later.
+        hard = int(value) + (name == "CPU")
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (int(value), hard))
+
+
+def _run_source(path: str) -> None:
+    """Run a file as `__main__`, as `python FILE` does."""
+    for name in ("exit", "quit"):  # the module `site`, which costs milliseconds, defines them elsewhere
+        setattr(builtins, name, _sitebuiltins.Quitter(name, "Ctrl-D (i.e. EOF)"))
+    sys.argv = [path]
+    sys.path.insert(0, os.path.dirname(path))
+    with open(path, "rb") as file:
+        text = file.read()
+    code, fresh = compile(text, path, "exec"), {"__name__": "__main__", "__file__": path, "__builtins__": builtins}
+    namespace = sys.modules["__main__"].__dict__
+    namespace.clear()  # the names of this file, which the code here can no longer use
+    namespace.update(fresh)
+    exec(code, namespace)
+
+
+def _start(caller: str, limits: str, *command: str) -> None:
+    _wait(int(caller))
+    if child := os.fork():
+        _reap_until(child)
+    _limit(limits)
+    if len(command) == 1:
+        _run_source(command[0])
+    else:
+        os.execv(command[1], command[1:])
+
+
+if __name__ == "__main__":
+    _start(*sys.argv[1:])
