@@ -38,7 +38,7 @@ GRACE_SECONDS = 10.0
 REMOVALS, REMOVAL_SECONDS = 50, 0.1
 # No process waits for orphans, so they need only enough time to handle SIGTERM.
 ORPHAN_SECONDS = 2.0
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -64,6 +64,11 @@ def die_with_parent(parent_pid: int, told_by: signal.Signals = signal.SIGKILL) -
     _libc.prctl(_PR_SET_PDEATHSIG, told_by)
     if os.getppid() != parent_pid:
         _end_with(f"parent {parent_pid} is gone")
+
+
+def adopt_orphans() -> None:
+    """Become the parent of all descendants whose parent ends (Linux's `PR_SET_CHILD_SUBREAPER`)."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end_processes(roots: Sequence[psutil.Process], grace_seconds: float = GRACE_SECONDS) -> None:

@@ -73,14 +73,14 @@ def _why_no_message(message: Any) -> str:
     if not _is_text(role):
         named = " (ShareGPT's 'from' and 'value' are not read)" if "from" in message else ""
         return f"has {'no text' if isinstance(role, str | None) else kind_of(role)} as 'role'{named}"
-    if calls is not None and (reason := _why_no_calls(calls)):
+    if calls is not None and (reason := why_no_calls(calls)):
         return f"({role}): {reason}"
     if _is_text(content) or (calls and content in (None, "")):  # a message with tool calls may have no content
         return ""
     return f"({role}) has {'no text' if isinstance(content, str | None) else kind_of(content)} as 'content'"
 
 
-def _why_no_calls(calls: Any) -> str:
+def why_no_calls(calls: Any) -> str:
     """Return what is wrong with a message's tool calls, if anything."""
     if not isinstance(calls, list):
         return f"'tool_calls' is {kind_of(calls)}, expected a list"

@@ -59,20 +59,20 @@ class OwnFunction:
             TypeError: The function's result is not a score.
             ValueError: A number is not finite; see `job.checked`.
         """
-        function = getattr(_load(self.own.path, self.own.digest), self.own.name)
+        function = getattr(load_module(self.own.path, self.own.digest), self.own.name)
         call = _call_trl if self.own.signature == TRL else _call_verl
         return call(function, answers)
 
 
 @lru_cache
-def _load(path: str, digest: str) -> ModuleType:
+def load_module(path: str, digest: str) -> ModuleType:
     """Import a source once per process, after checking that it has not changed since planning."""
     content = Path(path).read_bytes()
     if digest_of(path, content) != digest:
         raise RuntimeError(f"{path}, or a file that it names, has changed since the run was planned")
     # Let it import files in its folder, as if run as a script.
     sys.path.insert(0, str(Path(path).resolve().parent))
-    name = f"posttrain_reward_{digest[:12]}"
+    name = f"posttrain_own_{digest[:12]}"
     module = ModuleType(name)
     module.__file__ = path
     # Register the module, because dataclasses and pickle look names up there.
