@@ -226,6 +226,16 @@ def test_one_that_crashes_takes_the_others_of_its_process(word: str, reason: str
     run(story)
 
 
+def test_what_a_crashed_environment_has_started_ends():
+    async def story(pool):
+        environment = await pool.open(0)
+        child = int(await said(environment, "child"))
+        assert (await failure(environment, "exit"))[0] == "crash"
+        await until_gone([child])
+
+    run(story)
+
+
 def test_memory_that_runs_out_is_a_crash_of_one_episode():
     async def story(pool):
         bystander, full = await pool.open(0), await pool.open(1)
