@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
-from posttrain.config.own_environment import inspect_environment, is_own
+from posttrain.config.own_environment import OwnEnvironment, inspect_environment, is_own
 from posttrain.config.schema import Config
 from posttrain.rl.environments.answers import observation_of, reward_of, start_of
 from posttrain.rl.environments.protocol import EnvironmentFailure, EpisodeReward, Message, Observation, Start
@@ -150,9 +150,19 @@ def source_of(config: Config) -> dict[str, str]:
     """
     name = config.data.environment
     if not is_own(name):
-        module, made = BUILT_IN[name]
-        return {"module": module, "name": made}
+        return built_in_source(name)
     own = inspect_environment(name)
     if own.digest != config.environment.digest:
         raise RuntimeError(f"{own.path} has changed since the run was planned; run again to plan with it as it is")
+    return own_source(own)
+
+
+def built_in_source(name: str) -> dict[str, str]:
+    """Return what workers import for an environment of ours."""
+    module, made = BUILT_IN[name]
+    return {"module": module, "name": made}
+
+
+def own_source(own: OwnEnvironment) -> dict[str, str]:
+    """Return what workers import for a user's environment."""
     return {"path": own.path, "name": own.name, "digest": own.digest}
