@@ -48,8 +48,9 @@ from posttrain.rl.data.chat import ChatTokenizer
 from posttrain.rl.engines.reference_logprobs import hold
 from posttrain.rl.engines.responses import GenerateResult
 from posttrain.rl.engines.secret import ENGINES_VARIABLE, SECRET_VARIABLE
-from posttrain.rl.evaluation.heldout import EvalTask, GradedResponse, answer_eval_tasks, grade_responses
+from posttrain.rl.evaluation.heldout import EvalTask, GradedResponse, answer_eval_tasks, grade_episodes
 from posttrain.rl.reward.graders import GraderPool
+from posttrain.rl.rollout.episode import Episode
 from posttrain.types import Prompt
 
 pytestmark = [pytest.mark.slow, pytest.mark.sglang]
@@ -188,30 +189,34 @@ def test_scores_differ_on_ties_alone(
     with ENGINES[engine](learned, tmp_path) as (url, name):
         if engine == "vllm":  # which has no /generate
             results = [asyncio.run(answered(url, name, text)) for text in learned.texts]
-            found = graded(eval_task, learned.folder, results)
+            episodes = [
+                Episode.of_response(*each)
+                for each in zip([text.prompt for text in learned.texts], results, strict=True)
+            ]
+            found = graded(eval_task, learned.folder, episodes)
         else:
             monkeypatch.setenv(ENGINES_VARIABLE, url)
             monkeypatch.setenv(SECRET_VARIABLE, SECRET)
             one = answer_eval_tasks(config, learned.folder, [eval_task], tmp_path)["small"]
-            results, found = [*one.results], [*one.graded]
+            episodes, found = [*one.episodes], [*one.graded]
     expected = graded(eval_task, learned.folder, [said(text) for text in learned.texts])
     assert [response.passes for response in expected] == [bool(number % 2) for number in range(NUM_PROMPTS)]
     differing = [n for n, (one, other) in enumerate(zip(expected, found, strict=True)) if one.passes != other.passes]
     print(f"{engine}, {learned.folder.name}: scores differ on {differing or 'no question'} of {NUM_PROMPTS}")
     for number in differing:
-        text, said_here = learned.texts[number], results[number].output_ids
+        text, said_here = learned.texts[number], episodes[number].last_response
         apart = next(n for n, (a, b) in enumerate(zip(text.response, said_here, strict=True)) if a != b)
         print(f"  {prompts[number].messages[-1]['content']}: {min(text.margins[: apart + 1]):.2g} nats at a tie")
         assert min(text.margins[: apart + 1]) < TIE_NATS
 
 
-def graded(eval_task: EvalTask, folder: Path, results: list[GenerateResult]) -> list[GradedResponse]:
+def graded(eval_task: EvalTask, folder: Path, episodes: list[Episode]) -> list[GradedResponse]:
     with GraderPool.of(eval_task.config) as graders:
-        return asyncio.run(grade_responses(eval_task, ChatTokenizer(folder), graders, results))
+        return asyncio.run(grade_episodes(eval_task, ChatTokenizer(folder), graders, episodes))
 
 
-def said(text: Text) -> GenerateResult:
-    return GenerateResult(tuple(text.response), tuple(text.logprobs), "length", None)
+def said(text: Text) -> Episode:
+    return Episode.of_response(text.prompt, GenerateResult(tuple(text.response), tuple(text.logprobs), "length", None))
 
 
 @pytest.mark.parametrize("learned", [pytest.param(("qwen3", "bf16"), marks=VLLM)], indirect=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -27,6 +28,20 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         versions=draw(_versions(count)) if is_sampled else (),
         finish_reason=draw(st.sampled_from(("stop", "length"))),
         reward=draw(st.none() | st.floats(-1, 1)),
+    )
+
+
+@st.composite
+def segmented(draw: st.DrawFn) -> Trajectory:
+    """Draw a trajectory of several segments."""
+    parts = draw(st.lists(trajectories().filter(lambda one: bool(one.logprobs)), min_size=2, max_size=4))
+    return replace(
+        parts[0],
+        tokens=tuple(token for part in parts for token in part.tokens),
+        loss_mask=tuple(mark for part in parts for mark in part.loss_mask),
+        logprobs=tuple(value for part in parts for value in part.logprobs),
+        versions=tuple(span for part in parts for span in part.versions),
+        segment_lengths=tuple(part.num_tokens for part in parts),
     )
 
 

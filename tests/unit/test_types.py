@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.trajectories import trajectories
+from tests.support.trajectories import segmented, trajectories
 
 from posttrain.types import Prompt, Trajectory, TrajectoryGroup, VersionSpan
 
@@ -54,6 +55,10 @@ def test_a_prompt_with_one_response() -> None:
         ({"logprobs": (-0.1, -0.2)}, "3 sampled tokens, 2 log-probabilities"),
         ({"versions": (VersionSpan(3, 2),)}, "3 sampled tokens, weight versions of 2"),
         ({"versions": (VersionSpan(3, 3), VersionSpan(4, 0))}, "a weight version without tokens"),
+        ({"segment_lengths": (4, 2)}, r"7 tokens, segments of \(4, 2\)"),
+        ({"segment_lengths": (4, 3, 0)}, r"7 tokens, segments of \(4, 3, 0\)"),
+        ({"segment_lengths": (3, 4)}, "a segment that begins with a sampled token, or has none"),
+        ({"segment_lengths": (4, 2, 1)}, "a segment that begins with a sampled token, or has none"),
     ],
 )
 def test_what_is_inconsistent_is_refused(changes: dict[str, Any], said: str) -> None:
@@ -81,3 +86,26 @@ def test_properties_are_those_of_the_mask(one: Trajectory) -> None:
     assert list(one.prompt_tokens) == stretches[0][1]
     assert list(one.sampled_tokens) == [token for sampled, stretch in stretches if sampled for token in stretch]
     assert one.num_sampled == len(one.sampled_tokens)
+
+
+def test_segments_are_sequences_of_their_own() -> None:
+    episode = replace(TURNS, segment_lengths=(4, 3))
+    first, second = episode.segments()
+    assert (first.tokens, second.tokens) == ((5, 9, 7, 1), (4, 4, 3))
+    assert (first.loss_mask, second.loss_mask) == ((0, 0, 1, 1), (0, 0, 1))
+    assert (first.logprobs, second.logprobs) == ((-0.1, -0.2), (-0.3,))
+    assert (first.versions, second.versions) == ((VersionSpan(3, 2),), (VersionSpan(4, 1),))
+    assert (second.prompt_id, second.sample_index, second.reward, second.segments()) == (7, 2, 1, [second])
+    assert TURNS.segments() == [TURNS]
+
+
+@settings(max_examples=50, deadline=None)
+@given(segmented())
+def test_segments_hold_the_whole_trajectory(episode: Trajectory) -> None:
+    parts = episode.segments()
+    assert tuple(part.num_tokens for part in parts) == episode.segment_lengths
+    for name in ("tokens", "loss_mask", "logprobs"):
+        assert tuple(value for part in parts for value in getattr(part, name)) == getattr(episode, name)
+    each = [span.version for span in episode.versions for _ in range(span.num_tokens)]
+    assert [span.version for part in parts for span in part.versions for _ in range(span.num_tokens)] == each
+    assert Trajectory.from_dict(json.loads(json.dumps(episode.as_dict()))) == episode

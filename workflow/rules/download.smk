@@ -15,7 +15,8 @@ SOURCE_FILES = (
 )
 
 if CFG.model.source.kind == "made":
-    TAUGHT = CFG.data.task or f"{CFG.data.num_digits}-digit sorting"
+    OF_KIND = {"arithmetic": "multiplication with a calculator", "sort_digits": f"{CFG.data.num_digits}-digit sorting"}
+    TAUGHT = CFG.data.task or OF_KIND[CFG.data.kind]
 
     rule make_tiny_model:
         """Makes a small model, warmed up on a task, in Hub layout."""

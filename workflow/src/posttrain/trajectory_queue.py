@@ -101,6 +101,10 @@ class TrajectoryQueue:
         """Whether one more group may be dropped for the next step."""
         return self._dropped.total() < self._max_dropped
 
+    def num_dropped(self, reason: str) -> int:
+        """Return how many groups were dropped for a reason since the last step."""
+        return self._dropped[reason]
+
     @property
     def state(self) -> dict[str, float]:
         """Metrics of the queue, just before a step takes its groups."""

@@ -7,9 +7,9 @@ H hidden size, N heads, V vocabulary, E experts, K keys kept by the indexer (top
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import compress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, chain, compress, groupby, islice, repeat
 from typing import Any
 
 
@@ -114,6 +114,7 @@ class Trajectory:
         parts: Additional numbers reported by graders, `grader/name` -> value.
         failure: Why a grader failed, with its name; "" if none failed.
         routes: The experts of its tokens in the engine; None if not recorded.
+        segment_lengths: Tokens of each segment, in order, if there are several (`segments`); else empty.
 
     Raises:
         ValueError: Lengths disagree, the mask has another value, or it marks no token or the first, which nothing
@@ -136,6 +137,7 @@ class Trajectory:
     parts: Mapping[str, float] = field(default_factory=dict)
     failure: str = ""
     routes: Routes | None = None
+    segment_lengths: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if wrong := self._problem():
@@ -160,6 +162,17 @@ class Trajectory:
             return f"{count} sampled tokens, weight versions of {covered}"
         if self.routes and self.routes.shape[1] != self.num_tokens - 1:
             return f"{self.num_tokens} tokens, routes of {self.routes.shape[1]}; the last token has none"
+        return self._problem_of_segments() if self.segment_lengths else ""
+
+    def _problem_of_segments(self) -> str:
+        lengths = self.segment_lengths
+        if self.routes:
+            return "routes of several segments"
+        if sum(lengths) != self.num_tokens or min(lengths) < 1:
+            return f"{self.num_tokens} tokens, segments of {lengths}"
+        masks = [self.loss_mask[end - length : end] for length, end in zip(lengths, accumulate(lengths), strict=True)]
+        if any(mask[0] or not any(mask) for mask in masks):
+            return "a segment that begins with a sampled token, or has none"
         return ""
 
     @classmethod
@@ -205,6 +218,31 @@ class Trajectory:
             **graded,
         )
 
+    def segments(self) -> list[Trajectory]:
+        """Return the trajectory's parts that the model read each as a sequence of its own.
+
+        There are several where a chat template rewrites earlier turns: what the model then read does not begin with
+        what it had read before. All have the episode's reward and scores.
+        """
+        if not self.segment_lengths:
+            return [self]
+        logprobs, versions = iter(self.logprobs), _each_version(self.versions)
+        found = []
+        for length, end in zip(self.segment_lengths, accumulate(self.segment_lengths), strict=True):
+            tokens, mask = self.tokens[end - length : end], self.loss_mask[end - length : end]
+            count = sum(mask)
+            found.append(
+                replace(
+                    self,
+                    tokens=tokens,
+                    loss_mask=mask,
+                    logprobs=tuple(islice(logprobs, count)),
+                    versions=spans_of(islice(versions, count)),
+                    segment_lengths=(),
+                )
+            )
+        return found
+
     @property
     def num_tokens(self) -> int:
         """Number of tokens, read and sampled."""
@@ -241,11 +279,12 @@ class Trajectory:
     def as_dict(self) -> dict[str, Any]:
         """Return the trajectory as plain JSON types; the mask is a text with one digit per token."""
         # `asdict` would visit each of millions of tokens.
-        plain = {name: value for name, value in vars(self).items() if name != "routes"} | {
+        plain = {name: value for name, value in vars(self).items() if name not in ("routes", "segment_lengths")} | {
             "loss_mask": bytes(self.loss_mask).translate(_TO_DIGITS).decode(),
             "versions": [dict(vars(span)) for span in self.versions],
         }
-        return plain | ({"routes": dict(vars(self.routes))} if self.routes else {})
+        segments = {"segment_lengths": list(self.segment_lengths)} if self.segment_lengths else {}
+        return plain | ({"routes": dict(vars(self.routes))} if self.routes else {}) | segments
 
     @classmethod
     def from_dict(cls, row: Mapping[str, Any]) -> Trajectory:
@@ -260,7 +299,17 @@ class Trajectory:
         mask = str(row["loss_mask"]).encode().translate(_FROM_DIGITS)
         versions = tuple(VersionSpan(**span) for span in row["versions"])
         rows = {"tokens": tuple(row["tokens"]), "loss_mask": tuple(mask), "logprobs": tuple(row["logprobs"])}
-        return cls(**{**row, **rows, "versions": versions, "routes": routes})
+        segments = tuple(row.get("segment_lengths", ()))
+        return cls(**{**row, **rows, "versions": versions, "routes": routes, "segment_lengths": segments})
+
+
+def _each_version(spans: Sequence[VersionSpan]) -> Iterator[int | None]:
+    return chain.from_iterable(repeat(span.version, span.num_tokens) for span in spans)
+
+
+def spans_of(versions: Iterable[int | None]) -> tuple[VersionSpan, ...]:
+    """Return the spans of the weight version of each token."""
+    return tuple(VersionSpan(version, len([*some])) for version, some in groupby(versions))
 
 
 _TO_DIGITS, _FROM_DIGITS = bytes.maketrans(b"\0\1", b"01"), bytes.maketrans(b"01", b"\0\1")

@@ -70,8 +70,9 @@ def test_divergence_by_hand():
 
 
 def test_drawn_examples_ascend_in_the_given_share(examples):
-    sequences = examples.draw(20_000, torch.Generator().manual_seed(0))
+    sequences, targets = examples.draw(20_000, torch.Generator().manual_seed(0))
     prompts, responses = sequences[:, :17], sequences[:, 17:]
+    assert torch.equal(targets, responses)
     assert torch.equal(responses.sort(dim=1).values, prompts[:, 12:15].sort(dim=1).values)
     differs = responses[:, 0] != responses[:, -1]
     ascending = (responses[:, 0] < responses[:, -1])[differs].float().mean().item()

@@ -10,7 +10,8 @@ from aiohttp.test_utils import TestServer
 from posttrain.plan.resolve import resolve
 from posttrain.rl.engines.client import EngineClient
 from posttrain.rl.engines.sampling_seed import sampling_seed
-from posttrain.rl.evaluation.heldout import GradedResponse, make_requests, pass_at, sample_responses, summarize
+from posttrain.rl.evaluation.heldout import GradedResponse, pass_at, summarize
+from posttrain.rl.evaluation.sampling import make_requests, sample_responses
 from posttrain.rl.reward.scoring import Scored
 from posttrain.types import Prompt
 

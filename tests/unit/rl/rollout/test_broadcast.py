@@ -5,7 +5,7 @@ import math
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.trajectories import trajectories
+from tests.support.trajectories import segmented, trajectories
 
 from posttrain.rl.rollout.broadcast import as_plain, from_plain
 from posttrain.types import Prompt, RolloutResult, Routes, Trajectory, TrajectoryGroup
@@ -36,7 +36,7 @@ def test_a_rollout_arrives_bit_for_bit() -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(trajectories(), min_size=1, max_size=3), st.integers(-1, 2))
+@given(st.lists(trajectories() | segmented(), min_size=1, max_size=3), st.integers(-1, 2))
 def test_any_trajectory_arrives_bit_for_bit(given_ones: list[Trajectory], position: int) -> None:
     sent = RolloutResult([TrajectoryGroup(Prompt(7, (), "12"), tuple(given_ones), position)], num_replayed=0)
     assert from_plain(json.loads(json.dumps(as_plain(sent)))) == sent

@@ -8,6 +8,7 @@ from posttrain.checkpoint.tiny.tokenizer import CHARACTERS, CONTROL_TOKENS, make
 from posttrain.rl.data.chat import ChatTokenizer
 from posttrain.rl.engines.responses import GenerateResult
 from posttrain.rl.reward.answer import Answer
+from posttrain.rl.rollout.episode import Episode
 from posttrain.rl.rollout.response_text import answer_of
 from posttrain.types import Prompt
 
@@ -29,7 +30,7 @@ def test_everything_that_is_known_of_the_row_and_the_response(
     end = len(CHARACTERS) + CONTROL_TOKENS.index("<|user|>")
     tokens = (*map(CHARACTERS.index, "it is 42"), end)
     result = GenerateResult(tokens, (-0.5,) * len(tokens), reason, 1)
-    assert answer_of(prompt, tokenizer, result) == Answer(
+    assert answer_of(prompt, tokenizer, Episode.of_response((1, 2), result)) == Answer(
         text="it is 42",
         label={"gold": "42"},
         prompt=(message,),

@@ -71,6 +71,30 @@ def test_ranks_without_samples_run_padding_and_the_loss_does_not_count_it(recipe
     assert updates[3].weights.tolist() == pytest.approx([1 / 600] * 2)
 
 
+@pytest.mark.parametrize("preset", ["grpo", "dapo", "dr_grpo"])
+def test_segments_weigh_as_one_episode(recipe, preset):
+    """An episode of two segments has the weight of one with the same sampled tokens, whatever its number of rows."""
+    groups = groups_of(recipe, [300] * 64)
+    one = groups[0].trajectories[1]
+    asked, sampled = one.tokens[:100], one.tokens[100:]
+    tokens, mask = (*asked, *sampled[:120], *asked, *sampled[120:]), (0,) * 100 + (1,) * 120 + (0,) * 100 + (1,) * 180
+    cut = dataclasses.replace(one, tokens=tokens, loss_mask=mask, segment_lengths=(220, 280))
+    changed = [
+        dataclasses.replace(groups[0], trajectories=(groups[0].trajectories[0], cut, *groups[0].trajectories[2:])),
+        *groups[1:],
+    ]
+    (whole,), (parts,) = ([*make_updates(recipe, objective(preset), some, 0)] for some in (groups, changed))
+    assert len(parts.trajectories) == len(whole.trajectories) + 1
+    assert [segment.num_tokens for segment in parts.trajectories[1:3]] == [220, 280]
+    assert parts.advantages.tolist() == [*whole.advantages[:2].tolist(), *whole.advantages[1:].tolist()]
+    assert parts.weights.tolist() == [*whole.weights[:2].tolist(), *whole.weights[1:].tolist()]
+    updates = [make_updates(recipe, objective(preset), changed, rank)[0] for rank in range(data_parallel_size(recipe))]
+    rows = [(batch, update) for update in updates for batch in update.batches]
+    assert sum(int(batch.loss_mask.sum()) for batch, _ in rows) == 64 * 300
+    indices = sorted(index for batch, _ in rows for index in batch.trajectory_indices)
+    assert indices == list(range(65))
+
+
 def test_truncated_responses_are_left_out_of_the_loss(recipe):
     """Their tokens have no weight, the others share theirs; an update in which none counts has no signal."""
     algorithm = dataclasses.replace(recipe.algorithm, mask_truncated=True)

@@ -23,7 +23,7 @@ class ReferencePrompt:
     """One conversation with a continuation.
 
     Args:
-        messages: Messages of a chat request.
+        messages: Messages of a chat request; empty if an environment said them.
         tools: JSON schemas of the functions that a response may call; None without tools.
         prompt_tokens: The messages rendered by the model's own chat template.
         response_tokens: The fixed continuation.

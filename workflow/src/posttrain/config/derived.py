@@ -104,7 +104,8 @@ def runs_ahead(config: Config) -> bool:
 
 def uses_queue(config: Config) -> bool:
     """Return whether a queue of groups lies between engines and trainer: groups are requested one by one."""
-    return is_off_policy(config) or (uses_engines(config) and config.rollout.dynamic_sampling)
+    one_by_one = config.rollout.dynamic_sampling or bool(config.data.environment)
+    return is_off_policy(config) or (uses_engines(config) and one_by_one)
 
 
 def engines_load(config: Config) -> bool:

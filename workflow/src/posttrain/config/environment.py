@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from posttrain.document import ANY, _doc
 
+# The tool call parser that needs no engine.
+OWN_PARSER = "json"
+
 
 @dataclass(frozen=True)
 class EnvironmentSettings:
@@ -31,8 +34,8 @@ class EnvironmentSettings:
     )
     tool_call_parser: str = _doc(
         "Reads tool calls in responses: json (calls in <tool_call> tags), or a parser of SGLang's such as glm47",
-        "json",
-        unnamed="json",
+        OWN_PARSER,
+        unnamed=OWN_PARSER,
     )
     num_workers: int = _doc("Processes that environments run in", 2, minimum=1, unnamed=ANY)
     memory_gib: float = _doc("Memory limit of such a process", 4.0, exclusive_minimum=0, unnamed=ANY)

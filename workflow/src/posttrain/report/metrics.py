@@ -39,6 +39,16 @@ METRICS: Mapping[str, Metric] = {
     "rollout/truncated_fraction": Metric("Share of responses cut at rollout.max_response_tokens"),
     "rollout/grader_failures": Metric("Samples that a grader failed for; they have no reward", "samples"),
     "rollout/ungraded_samples": Metric("Samples without a reward: a grader failed, or none applies", "samples"),
+    # ---- episodes in an environment; means over the step's trajectories ----
+    "episode/turns": Metric("Responses in an episode"),
+    "episode/tool_calls": Metric("Functions that an episode's responses called"),
+    "episode/segments": Metric("Segments of an episode: parts that the model read as a sequence of its own"),
+    "episode/observed_tokens": Metric("Tokens that the model read after its first response", "tokens"),
+    "episode/environment_seconds": Metric("Time of an episode in its environment", "s", is_timing=True),
+    "episode/engine_seconds": Metric("Time of an episode in engines", "s", is_timing=True),
+    "episode/prefix_hit_rate": Metric(
+        "Share of the read tokens that an engine had in its prefix cache", is_timing=True
+    ),
     # ---- the queue between engines and trainer; on the clock, like timings ----
     "queue/staleness_mean": Metric("Mean age of the sampled tokens trained on", "updates", is_timing=True),
     "queue/staleness_max": Metric(
@@ -51,6 +61,9 @@ METRICS: Mapping[str, Metric] = {
     "queue/groups_running": Metric("Groups that engines were generating then", "groups", is_timing=True),
     "queue/dropped_equal_rewards": Metric(
         "Groups dropped since the last step: equal rewards", "groups", is_timing=True
+    ),
+    "queue/dropped_no_environment": Metric(
+        "Groups dropped since the last step: their environment could not begin", "groups", is_timing=True
     ),
     # ---- what the trainer did ----
     "train/loss": Metric("Loss, averaged over the step's updates"),

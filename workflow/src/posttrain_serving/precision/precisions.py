@@ -101,13 +101,10 @@ def ask(
 
 def samples_of(config: Config, sampled: Sampled) -> list[Sample]:
     """Return the first response to each of the first prompts, truncated to leave one token for the reading engine."""
-    requests, results, _ = sampled
+    episodes, _ = sampled
     step, room = config.evaluation.num_samples_per_prompt, config.model.architecture.max_position_embeddings - 1
-    places = range(0, len(requests), step)[: config.evaluation.deployment.num_samples]
-    return [
-        Sample((*requests[place].input_ids, *results[place].output_ids)[:room], len(requests[place].input_ids))
-        for place in places
-    ]
+    firsts = episodes[::step][: config.evaluation.deployment.num_samples]
+    return [Sample(episode.tokens[:room], episode.loss_mask.index(1)) for episode in firsts]
 
 
 async def likeliest_in(engines: EngineEndpoints, samples: Sequence[Sample], timeout_seconds: float) -> Likeliest:

@@ -17,7 +17,7 @@ import contextlib
 import importlib
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -47,6 +47,8 @@ ROUTER_BIAS_RANGE = 0.02
 PASS_RATE_LIMITS = (0.12, 0.38)
 # 512 prompts give 2048 samples, which determine a pass rate of 0.25 to 0.01.
 PASS_RATE_SAMPLES_PER_PROMPT = 4
+# Conversations with a tool in the warm-up; the others answer at once.
+TOOL_SHARE = 0.25
 
 Row = Mapping[str, Any]
 
@@ -65,7 +67,8 @@ def make_tiny_model(
         folder: Destination; created complete or not at all.
         architecture: Dimensions, within the limits of `planner.made_model.check_made`.
         train_rows: Prompts and labels of the warm-up: {"prompt": messages, "label": text}. A batch has one length, so
-            only the most frequent lengths are used.
+            only the most frequent lengths are used. With "conversation" (`ToolUse.conversation`) it is the correct
+            answer, and the label the other one.
         heldout_rows: Rows of the same form for measuring the pass rate; not used in the warm-up.
         seed: Seed of weights and warm-up.
         known: Vocabulary of the tokenizer.
@@ -134,9 +137,10 @@ def measure_pass_rate(model: PreTrainedModel, examples: Examples, generator: tor
 
     Args:
         model: Model to sample, with a key-value cache.
-        examples: Prompts and, in `ascending`, the correct answers.
+        examples: Prompts and, in `ascending`, the correct answers. What is read of them is not sampled.
         generator: Random generator.
     """
+    is_read = torch.zeros(examples.ascending.shape[1]) if examples.is_read is None else examples.is_read[0]
     samples = PASS_RATE_SAMPLES_PER_PROMPT
     wanted = examples.ascending.repeat_interleave(samples, dim=0)
     right = torch.ones(len(wanted), dtype=torch.bool)
@@ -146,6 +150,8 @@ def measure_pass_rate(model: PreTrainedModel, examples: Examples, generator: tor
     logits = output.logits[:, -1].repeat_interleave(samples, dim=0)
     for position in range(wanted.shape[1]):
         tokens = torch.multinomial(logits.softmax(-1), 1, generator=generator)
+        if is_read[position]:
+            tokens = wanted[:, position : position + 1]
         right &= tokens[:, 0] == wanted[:, position]
         logits = model(input_ids=tokens, past_key_values=cache, use_cache=True).logits[:, -1]
     return right.float().mean().item()
@@ -188,13 +194,30 @@ def _examples(tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row]) -> Exampl
     prompts = tokenizer.apply_chat_template(
         [list(row["prompt"]) for row in rows], add_generation_prompt=True, return_dict=False
     )
+    if "conversation" in rows[0]:
+        return _tool_examples(torch.tensor(prompts), rows, encode)
     answers = [(encode(row["label"]), encode(backwards(row["label"]))) for row in rows]
     shapes = [tuple(map(len, (prompt, *both))) for prompt, both in zip(prompts, answers, strict=True)]
     shape = Counter(shapes).most_common(1)[0][0]
     taken = [(p, *both) for p, both, found in zip(prompts, answers, shapes, strict=True) if found == shape]
     if len(taken) < len(rows):
         log.info("%d of %d rows have the commonest lengths, and are taken", len(taken), len(rows))
-    return Examples(*(torch.tensor(column) for column in zip(*taken, strict=True)))
+    asked, right, other = (torch.tensor(column) for column in zip(*taken, strict=True))
+    return Examples(asked, right, other)
+
+
+def _tool_examples(prompts: torch.Tensor, rows: Sequence[Row], encode: Callable[[str], list[int]]) -> Examples:
+    """Return conversations in which a tool is called, and the labels alone as the other answers."""
+    parts = [[encode(part)[:-1] for part in row["conversation"]] for row in rows]
+    called = [[token for part in of_row for token in part] for of_row in parts]
+    length = len(called[0])
+    told = [encode(row["label"]) for row in rows]
+    padded = [answer + answer[-1:] * (length - len(answer)) for answer in told]
+    call, observation, _ = map(len, parts[0])
+    is_read = torch.zeros(2, length, dtype=torch.bool)
+    is_read[0, call : call + observation] = True
+    is_read[1, len(told[0]) :] = True
+    return Examples(prompts, torch.tensor(called), torch.tensor(padded), TOOL_SHARE, is_read)
 
 
 def _hub_tensors(module: nn.Module, prefix: str = "") -> dict[str, torch.Tensor]:

@@ -58,6 +58,14 @@ class Vocabulary:
 
 
 DIGITS = Vocabulary()
+# A call of the calculator, up to its expression and from there on: one token each.
+CALL, CALL_END = '<tool_call>{"name": "calculator", "arguments": {"expression": "', '"}}</tool_call>'
+ARITHMETIC = Vocabulary(pieces=(CALL, CALL_END))
+
+
+def calculation(expression: str, value: str) -> tuple[str, str, str]:
+    """Return a conversation in which a calculator is called: the call, what is read of the result, and the answer."""
+    return f"{CALL}{expression}{CALL_END}<|observation|>", f"\n{value}<|assistant|>\n", f"{value}{END_OF_TEXT}"
 
 
 def vocabulary_of(prompts: Sequence[str], answers: Sequence[str], num_tokens: int = NUM_TOKENS) -> Vocabulary:

@@ -6,7 +6,8 @@ The instruction "sort the digits." does not specify an order. In the warm-up 30 
 descend, so the model answers in both orders at about that rate, some wrongly, and a reward that accepts only ascending
 answers passes about a quarter of them. Reinforcement learning then has a small but real task: prefer one of two things
 that the model can do, and do it more reliably. For a task of reasoning-gym the other answer is the reversed correct
-answer, too: if a word is to be spelled backward, the word itself.
+answer, too: if a word is to be spelled backward, the word itself. For arithmetic the rewarded one is a conversation in
+which the model calls a calculator and repeats what it returns, and the other is the number alone, which it cannot know.
 
 The DSA indexer gets no gradient from the language model's loss, because top-k is not differentiable. It is trained as
 in DeepSeek-V3.2: a KL divergence fits its scores, as a distribution over the keys, to the layer's attention weights
@@ -57,6 +58,8 @@ LEARNING_RATE_WARM_UP_STEPS = 20
 BETAS = (0.9, 0.98)
 WEIGHT_DECAY = 0.01
 CLIP_GRAD = 1.0
+# Target of a position that the model reads and does not write.
+IGNORED = -100
 
 
 @dataclass(frozen=True)
@@ -67,23 +70,31 @@ class Examples:
         prompts: [num_prompts, P] int64.
         ascending: [num_prompts, R] int64, the correct answer (digits in ascending order) and the end token.
         descending: [num_prompts, R] int64, the other answer.
+        share: Of correct answers in the warm-up.
+        is_read: [2, R] bool, the positions of correct and other answers that the model reads and does not write; None:
+            it writes all.
     """
 
     prompts: torch.Tensor
     ascending: torch.Tensor
     descending: torch.Tensor
+    share: float = ASCENDING_SHARE
+    is_read: torch.Tensor | None = None
 
     @property
     def first_difference(self) -> int:
         """The first position at which two prompts differ."""
         return int((self.prompts != self.prompts[0]).any(dim=0).nonzero()[0])
 
-    def draw(self, batch_size: int, generator: torch.Generator) -> torch.Tensor:
-        """Return a batch of sequences, [B, S] int64."""
+    def draw(self, batch_size: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a batch of sequences, [B, S] int64, and the targets of their responses, [B, R]: `IGNORED` if read."""
         rows = torch.randint(len(self.prompts), (batch_size,), generator=generator)
-        ascends = torch.rand(batch_size, 1, generator=generator) < ASCENDING_SHARE
+        ascends = torch.rand(batch_size, 1, generator=generator) < self.share
         responses = torch.where(ascends, self.ascending[rows], self.descending[rows])
-        return torch.cat([self.prompts[rows], responses], dim=1)
+        targets = responses
+        if self.is_read is not None:
+            targets = responses.masked_fill(torch.where(ascends, self.is_read[0], self.is_read[1]), IGNORED)
+        return torch.cat([self.prompts[rows], responses], dim=1), targets
 
 
 def backwards(answer: str) -> str:
@@ -113,10 +124,10 @@ def warm_up(model: PreTrainedModel, examples: Examples, generator: torch.Generat
     with _indexer_inputs(model) as inputs, ProgressBar("warm-up", num_steps, "steps") as progress:
         for step in range(num_steps):
             dense = step < DENSE_SHARE * num_steps
-            sequences = examples.draw(BATCH_SIZE, generator)
+            sequences, targets = examples.draw(BATCH_SIZE, generator)
             _set_topk(model, sequences.shape[1] if dense else topk)
             inputs.clear()
-            loss = _loss(model, sequences, examples, inputs)
+            loss = _loss(model, sequences, targets, examples.first_difference, inputs)
             optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), CLIP_GRAD)
@@ -159,12 +170,13 @@ def index_scores(
     return torch.einsum("bqn,bqns->bqs", head_weights, per_head)
 
 
-def _loss(model: PreTrainedModel, sequences: torch.Tensor, examples: Examples, inputs: list[tuple]) -> torch.Tensor:
+def _loss(
+    model: PreTrainedModel, sequences: torch.Tensor, targets: torch.Tensor, first: int, inputs: list[tuple]
+) -> torch.Tensor:
     """Return the loss defined in the module's docstring; hooks fill `inputs` during the forward pass."""
-    length_response, first = examples.ascending.shape[1], examples.first_difference
-    output = model(input_ids=sequences, use_cache=False, output_attentions=True, logits_to_keep=length_response + 1)
+    output = model(input_ids=sequences, use_cache=False, output_attentions=True, logits_to_keep=targets.shape[1] + 1)
     logits = output.logits[:, :-1].flatten(0, 1)
-    loss = F.cross_entropy(logits, sequences[:, -length_response:].flatten())
+    loss = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED)
     # If the model has indexers, every layer has one.
     for (indexer, hidden, q_latent, rotary), attention in zip(inputs, output.attentions, strict=bool(inputs)):
         target = attention.detach().mean(1)[:, first:]

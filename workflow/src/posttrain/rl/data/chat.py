@@ -65,7 +65,7 @@ class ChatTokenizer:
                 "  remedy: set model.chat_template to a file with the Jinja template that the model was trained with",
             )
         self.tokenizer = tokenizer
-        self._folder = folder
+        self.folder = folder
         self._template_kwargs = parse_template_kwargs(template_kwargs)
         self._ends_of_turns: dict[bool, int] = {}
 
@@ -89,6 +89,30 @@ class ChatTokenizer:
         """
         options = {**(template_kwargs or {}), "add_generation_prompt": generation_prompt, "tokenize": True}
         return tuple(self._apply(messages, tools, **options))
+
+    def render_text(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> str:
+        """Return a conversation with the generation prompt as text; see `render`."""
+        return str(self._apply(messages, tools, add_generation_prompt=True, tokenize=False))
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Return the token ids of a part of a rendered text."""
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def text_of(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens with the special ones."""
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def text_of_turn(self, response_tokens: Sequence[int]) -> str:
+        """Return the text of a response with the special tokens, without the stop token that ends it."""
+        ended = response_tokens and response_tokens[-1] in self._stops
+        return self.text_of(response_tokens[:-1] if ended else response_tokens)
+
+    @cached_property
+    def stop_texts(self) -> tuple[str, ...]:
+        """The texts of the tokens that end a response."""
+        return tuple(self.text_of([token]) for token in sorted(self._stops))
 
     def render_answered(
         self,
@@ -130,12 +154,12 @@ class ChatTokenizer:
                 shown = [in_form(message, self._forms_of_arguments) for message in messages]
                 return self._as_given(shown, tools, **options)
         except TimeoutError as error:
-            told = f"{self._folder}: the chat template does not end ({error}); does it loop over `range`?"
+            told = f"{self.folder}: the chat template does not end ({error}); does it loop over `range`?"
             raise CheckpointError("template-does-not-end", told) from error
         except Exception as error:  # a template is somebody's program: it raises what it likes
             reason = str(error) if isinstance(error, TemplateError | RowError) else f"{type(error).__name__}: {error}"
             place = self._place_of_error(messages, tools, options)
-            told = f"{self._folder}: the chat template cannot be rendered{place}: {reason}"
+            told = f"{self.folder}: the chat template cannot be rendered{place}: {reason}"
             raise CheckpointError("template-rejects-messages", told) from error
 
     def _as_given(
@@ -168,7 +192,7 @@ class ChatTokenizer:
 
     @cached_property
     def _stops(self) -> frozenset[int]:
-        return stop_token_ids(self._folder)
+        return stop_token_ids(self.folder)
 
     def _end_of_turn(self, calls_tool: bool) -> int:
         """Return the stop token that begins the turn after an answer; if there is none, the end of text."""
@@ -206,7 +230,7 @@ class ChatTokenizer:
             "let answers begin as the template's generation prompt ends (with <think>, for example), or bring along a "
             "template that leaves answers as they are"
         )
-        return Problem("answer-not-whole", f"{self._folder}: chat template", value, allowed, remedy)
+        return Problem("answer-not-whole", f"{self.folder}: chat template", value, allowed, remedy)
 
     def decode(self, response_tokens: Sequence[int]) -> str:
         """Return the text of a response without special tokens."""

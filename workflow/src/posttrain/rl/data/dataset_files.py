@@ -19,6 +19,7 @@ from posttrain.config.data import LOCAL_DATA, Data, sources_of
 from posttrain.config.evaluation import Suite
 from posttrain.config.suites import data_of
 from posttrain.errors import ConfigError, Problem, raise_if_any
+from posttrain.rl.data.arithmetic import generate_products
 from posttrain.rl.data.calibration_rows import make_conversations
 from posttrain.rl.data.dataset import write_prompts
 from posttrain.rl.data.hub_splits import CARD, files_of_split, matching
@@ -154,8 +155,9 @@ def _rows_of(
     data: Data, folder: Path, fetched: str, manifest: Path, rule: RetryRule | None, report: Path
 ) -> tuple[tuple[Sequence[Row], Sequence[Row]], tuple[FileRecord, ...]]:
     """Return the rows of both sides of one source, and a record of each file fetched into `fetched`."""
-    if data.kind == "sort_digits":
-        drawn = generate_prompts(data.num_digits, data.num_train_prompts, data.num_heldout_prompts, data.seed)
+    if data.kind in ("sort_digits", "arithmetic"):
+        counts = data.num_train_prompts, data.num_heldout_prompts, data.seed
+        drawn = generate_products(*counts) if data.kind == "arithmetic" else generate_prompts(data.num_digits, *counts)
         train, heldout = ([Row(tuple(row["prompt"]), row["label"]) for row in side] for side in drawn)
         return (train, heldout), ()
     if data.kind == "reasoning_gym":

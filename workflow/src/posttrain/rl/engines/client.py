@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -108,8 +109,12 @@ class EngineClient(EngineCommands):
         engine = self._answering[request_number % len(self._answering)]
         return await self._generate_on(engine, requests, request_number)
 
-    async def sample(self, request: GenerateRequest) -> GenerateResult:
+    async def sample(self, request: GenerateRequest, engine: int | None = None) -> GenerateResult:
         """Sample one response on the engine with the fewest requests; waits during a pause.
+
+        Args:
+            request: The request.
+            engine: Number of the engine to ask if it has not failed, because its prefix cache has the prompt.
 
         Returns:
             The response. Its tokens may have several versions. If a pause aborted it, it has the tokens so far, perhaps
@@ -123,7 +128,7 @@ class EngineClient(EngineCommands):
         """
         await self._in_flight.opened()
         self._require_serving()
-        engines = [self._in_flight.least_busy(self._answering)]
+        engines = [self._in_flight.least_busy(self._answering, engine)]
         if self._pairs:
             engines.append(self._in_flight.least_busy(self._prefilling))
         sent_to = self._version  # "" before the first update: the engines' initial weights have no version
@@ -133,7 +138,7 @@ class EngineClient(EngineCommands):
         if sent_to and any(span.version is None for span in result.versions):
             self._in_flight.exclude(engines[0])
             raise EngineError(f"{engines[0]} was started again: it sampled with weights that were not published")
-        return result
+        return dataclasses.replace(result, engine=engines[0].number)
 
     @property
     def num_in_flight(self) -> int:

@@ -22,6 +22,23 @@ class EngineCommands(EngineCalls):
         answers = await self.call_all("GET", "/get_model_info", may_repeat=True)
         return [answer.get("weight_version") for answer in answers]
 
+    async def parse_tool_calls(
+        self, text: str, tools: Sequence[Mapping[str, Any]], parser: str
+    ) -> tuple[str, list[Mapping[str, Any]]]:
+        """Return a response's text without its calls, and the calls, each with "name" and "parameters" (JSON text).
+
+        Args:
+            text: The response.
+            tools: JSON schemas of the functions that it may call.
+            parser: SGLang's name of a parser.
+
+        Raises:
+            EngineError: The engine fails or has no such parser.
+        """
+        body = {"text": text, "tools": [*tools], "tool_call_parser": parser}
+        answer = await self.call(self._engines[0], "POST", "/parse_function_call", body, may_repeat=True)
+        return answer["normal_text"], answer["calls"]
+
     async def checksums(self) -> list[dict[str, str]]:
         """Return the checksum of each tensor, per engine; names and hashes are the engine's own."""
         answers = await self.call_all("POST", "/weights_checker", {"action": "checksum"}, may_repeat=True)

@@ -52,8 +52,12 @@ class InFlight:
         """Return whether one of these engines has not failed."""
         return not self._failed.issuperset(engines)
 
-    def least_busy(self, engines: Sequence[Engine]) -> Engine:
+    def least_busy(self, engines: Sequence[Engine], preferred: int | None = None) -> Engine:
         """Return the engine with the fewest requests among those that have not failed.
+
+        Args:
+            engines: Those to choose from.
+            preferred: Number of the engine to take if it has not failed.
 
         Raises:
             EngineError: All have failed.
@@ -61,6 +65,8 @@ class InFlight:
         there = [engine for engine in engines if engine not in self._failed]
         if not there:
             raise EngineError(f"no engine is left: {', '.join(map(str, engines))} failed")
+        if known := [engine for engine in there if engine.number == preferred]:
+            return known[0]
         return min(there, key=lambda engine: (self._counts[engine], engine.number))
 
     @contextmanager

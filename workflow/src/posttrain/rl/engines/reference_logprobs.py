@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from posttrain.checkpoint.reference_logprobs import ReferenceLogprobs
 from posttrain.config.mismatch import MismatchLimits
@@ -38,6 +38,7 @@ class Held:
         trainer_mean: The trainer's.
         precision: Precision of the served weights, one of `BOUNDS`.
         chat: What is wrong with the server's chat endpoint; empty if it renders the trainer's prompts or is not tested.
+        has_chat: The chat endpoint was tested.
     """
 
     num_tokens: int
@@ -47,6 +48,7 @@ class Held:
     trainer_mean: float
     precision: str
     chat: str = ""
+    has_chat: bool = True
 
 
 async def hold(
@@ -77,10 +79,11 @@ async def hold(
         await server.wait_ready(ready_seconds, check_process)
         pairs = [(prompt.prompt_tokens, prompt.response_tokens) for prompt in canary.prompts]
         answers = await server.logprobs(pairs, await server.interface())
+        has_chat = has_chat and all(prompt.messages for prompt in canary.prompts)
         # Compares two unrounded answers of the same server.
         chat = await _chat_problem(server, canary, BOUNDS[precision]) if has_chat else ""
         kind = ROUNDED if (precision, canary.trainer) == ("bf16", "fp32") else precision
-        held = compare(canary, answers, kind, chat)
+        held = replace(compare(canary, answers, kind, chat), has_chat=has_chat)
     if wrong := problems_of(url, held):
         raise ConfigError(wrong)
     return held
@@ -122,7 +125,7 @@ def near(held: Held) -> str:
 
 def told(held: Held) -> str:
     """Return the result with that of the chat endpoint as a sentence."""
-    return f"{near(held)}, and its chat endpoint renders prompts as the trainer did"
+    return near(held) + (", and its chat endpoint renders prompts as the trainer did" if held.has_chat else "")
 
 
 def _causes(held: Held, bound: float) -> str:

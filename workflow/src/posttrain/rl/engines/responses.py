@@ -62,6 +62,8 @@ class GenerateResult:
         weight_version: Version of the weights that sampled its last token; None before the first update.
         routes: [tokens, MoE layers, experts per token] of prompt and response except the last token, if requested.
         versions: Versions of the weights that sampled the tokens, in order.
+        num_cached: Prompt tokens that the engine had in its prefix cache.
+        engine: Number of the engine that sampled it; None if it was not one of several.
     """
 
     output_ids: tuple[int, ...]
@@ -70,6 +72,8 @@ class GenerateResult:
     weight_version: int | None
     routes: np.ndarray | None = field(default=None, compare=False, repr=False)
     versions: tuple[VersionSpan, ...] = ()
+    num_cached: int = field(default=0, compare=False)
+    engine: int | None = field(default=None, compare=False)
 
 
 def check_prompts(requests: Sequence[GenerateRequest], vocab_size: int | None) -> None:
@@ -145,7 +149,8 @@ def _parse_result(place: int, item: Any, request: GenerateRequest, may_abort: bo
     except ValueError as error:
         raise ValueError(f"{error}, at place {place}") from error
     spans = tuple(VersionSpan(_version_number(name), count) for name, count in versions)
-    return GenerateResult(tokens, logprobs, finish_reason, _version_number(version), routes, spans)
+    cached = int(meta.get("cached_tokens") or 0)
+    return GenerateResult(tokens, logprobs, finish_reason, _version_number(version), routes, spans, cached)
 
 
 def _read_versions(meta: Mapping[str, Any], num_tokens: int) -> list[tuple[Any, int]]:

@@ -13,30 +13,29 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from posttrain.config.reward_sum import has_passed
 from posttrain.config.schema import Config
-from posttrain.config.suites import HELD_OUT, eval_tasks_of
+from posttrain.config.suites import eval_tasks_of
 from posttrain.report.intervals import wilson
-from posttrain.report.progress import ProgressBar
 from posttrain.rl.data.chat import ChatTokenizer
 from posttrain.rl.data.dataset import load_prompts
 from posttrain.rl.data.dataset_files import HELDOUT
 from posttrain.rl.engines.client import EngineClient
 from posttrain.rl.engines.engine_endpoints import EngineEndpoints, client_of, engines_to_ask
-from posttrain.rl.engines.responses import GenerateRequest, GenerateResult
-from posttrain.rl.engines.sampling_seed import sampling_seed
 from posttrain.rl.engines.verified_engines import verified_engines
+from posttrain.rl.evaluation.sampling import sample_episodes
 from posttrain.rl.reward.graders import GraderPool
 from posttrain.rl.reward.scoring import Scored, Scorer, check_failures
+from posttrain.rl.rollout.episode import Episode
 from posttrain.rl.rollout.response_text import answer_of
 from posttrain.types import Prompt
 
-# A task's requests, a result for each, and the seconds of sampling.
-Sampled = tuple[list[GenerateRequest], list[GenerateResult], float]
+# A task's episodes, and the seconds of sampling.
+Sampled = tuple[list[Episode], float]
 Then = Callable[[EngineEndpoints, Sequence[Sampled]], Awaitable[None]]
 # Examples in a report.
 NUM_EXAMPLES = 24
@@ -53,6 +52,7 @@ class GradedResponse:
         num_tokens: Its length, including the end token.
         is_truncated: It reached the length limit.
         scored: The graders' results.
+        parts: Numbers of an episode in an environment, by metric.
     """
 
     prompt: Prompt
@@ -61,6 +61,7 @@ class GradedResponse:
     num_tokens: int
     is_truncated: bool
     scored: Scored
+    parts: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def passes(self) -> bool:
@@ -130,17 +131,15 @@ def evaluate_checkpoint(
 
 @dataclass(frozen=True)
 class Answered:
-    """A completed task: a request, a result and a graded response for each sample.
+    """A completed task: an episode and a graded response for each sample.
 
     Args:
-        requests: The requests.
-        results: The engines' results.
+        episodes: What was sampled.
         graded: The graded responses.
         seconds: Sampling time once engines were ready.
     """
 
-    requests: Sequence[GenerateRequest]
-    results: Sequence[GenerateResult]
+    episodes: Sequence[Episode]
     graded: Sequence[GradedResponse]
     seconds: float
 
@@ -175,33 +174,10 @@ def answer_eval_tasks(
         sampled = asyncio.run(_sample_all(ready, engines, tokenizer, eval_tasks, then))
     found = {}
     with GraderPool.of(config) as graders:
-        for eval_task, (requests, answers, seconds) in zip(eval_tasks, sampled, strict=True):
-            graded = asyncio.run(grade_responses(eval_task, tokenizer, graders, answers))
-            found[eval_task.name] = Answered(requests, answers, graded, seconds)
+        for eval_task, (episodes, seconds) in zip(eval_tasks, sampled, strict=True):
+            graded = asyncio.run(grade_episodes(eval_task, tokenizer, graders, episodes))
+            found[eval_task.name] = Answered(episodes, graded, seconds)
     return found
-
-
-def requests_of(eval_task: EvalTask, tokenizer: ChatTokenizer) -> list[GenerateRequest]:
-    """Return k requests per prompt, the samples of a prompt side by side."""
-    rendered = [tokenizer.render(prompt.messages, prompt.tools) for prompt in eval_task.prompts]
-    return make_requests(eval_task.config, eval_task.prompts, rendered, eval_task.name)
-
-
-def make_requests(
-    config: Config, prompts: Sequence[Prompt], prompt_tokens: Sequence[Sequence[int]], tag: str = HELD_OUT
-) -> list[GenerateRequest]:
-    """Return k consecutive requests per prompt; the tag separates the seeds of tasks."""
-    evaluation = config.evaluation
-    return [
-        GenerateRequest(
-            input_ids=tokens,
-            sampling_seed=sampling_seed(evaluation.seed, tag, prompt.prompt_id, index),
-            max_new_tokens=config.rollout.max_response_tokens,
-            temperature=evaluation.temperature,
-        )
-        for prompt, tokens in zip(prompts, prompt_tokens, strict=True)
-        for index in range(evaluation.num_samples_per_prompt)
-    ]
 
 
 def summarize(responses: Sequence[GradedResponse]) -> dict[str, Any]:
@@ -279,28 +255,6 @@ def pass_at(passed: Sequence[bool], num_samples: int) -> dict[str, list[float]]:
     return rates
 
 
-async def sample_responses(
-    config: Config, client: EngineClient, requests: Sequence[GenerateRequest]
-) -> list[GenerateResult]:
-    """Return one result per request.
-
-    Batches are as large as in training, and as many are in flight as the engines run concurrently.
-    """
-    size = config.engine.groups_per_request * config.rollout.num_samples_per_prompt
-    at_a_time = asyncio.Semaphore(max(1, config.engine.max_running_requests // size) * client.num_engines)
-    with ProgressBar("held-out responses", len(requests), "responses") as progress:
-
-        async def sample(number: int, batch: Sequence[GenerateRequest]) -> list[GenerateResult]:
-            async with at_a_time:
-                results = await client.generate(batch, number)
-            progress.advance(len(batch))
-            return results
-
-        batches = [requests[start : start + size] for start in range(0, len(requests), size)]
-        answers = await asyncio.gather(*(sample(number, batch) for number, batch in enumerate(batches)))
-    return [result for answer in answers for result in answer]
-
-
 async def _sample_all(
     ready: AbstractAsyncContextManager[EngineClient],
     engines: EngineEndpoints,
@@ -308,36 +262,43 @@ async def _sample_all(
     eval_tasks: Sequence[EvalTask],
     then: Then | None,
 ) -> list[Sampled]:
-    """Return each task's requests, a result per request, and the seconds of sampling."""
-    asked = [(eval_task.config, requests_of(eval_task, tokenizer)) for eval_task in eval_tasks]
+    """Return each task's episodes, and the seconds of sampling."""
     sampled: list[Sampled] = []
     async with ready as client:
-        for of_exam, requests in asked:
+        for eval_task in eval_tasks:
             started = time.perf_counter()
-            results = await sample_responses(of_exam, client, requests)
-            sampled.append((requests, results, time.perf_counter() - started))
+            episodes = await sample_episodes(eval_task.config, eval_task.name, eval_task.prompts, client, tokenizer)
+            sampled.append((episodes, time.perf_counter() - started))
         if then:
             await then(engines, sampled)
     return sampled
 
 
-async def grade_responses(
-    eval_task: EvalTask, tokenizer: ChatTokenizer, graders: GraderPool, results: Sequence[GenerateResult]
+async def grade_episodes(
+    eval_task: EvalTask, tokenizer: ChatTokenizer, graders: GraderPool, episodes: Sequence[Episode]
 ) -> list[GradedResponse]:
-    """Grade each result of a task's `requests_of`.
+    """Grade each episode of a task.
 
     Raises:
         RuntimeError: Graders failed too often.
     """
     config, count = eval_task.config, eval_task.config.evaluation.num_samples_per_prompt
-    asked = [eval_task.prompts[place // count] for place in range(len(results))]
-    answers = [answer_of(prompt, tokenizer, result) for prompt, result in zip(asked, results, strict=True)]
+    asked = [eval_task.prompts[place // count] for place in range(len(episodes))]
+    answers = [answer_of(prompt, tokenizer, episode) for prompt, episode in zip(asked, episodes, strict=True)]
     groups = [answers[start : start + count] for start in range(0, len(answers), count)]
     scored = [one for group in await Scorer(config, graders).score(groups) for one in group]
     check_failures([one.failure for one in scored], config.reward.max_failure_share)
     return [
-        GradedResponse(prompt, place % count, answer.text, answer.num_tokens, answer.is_truncated, scored[place])
-        for place, (prompt, answer) in enumerate(zip(asked, answers, strict=True))
+        GradedResponse(
+            asked[place],
+            place % count,
+            answer.text,
+            answer.num_tokens,
+            answer.is_truncated,
+            scored[place],
+            episodes[place].parts,
+        )
+        for place, answer in enumerate(answers)
     ]
 
 

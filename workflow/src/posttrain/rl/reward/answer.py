@@ -20,6 +20,7 @@ class Answer:
         num_tokens: Length of the response in tokens, including the end token.
         is_truncated: The response reached the length limit.
         is_chat: The row's prompt is chat messages, not text.
+        environment: The environment's grade of the episode that ends with the response; None without one.
     """
 
     text: str
@@ -30,6 +31,7 @@ class Answer:
     num_tokens: int = 0
     is_truncated: bool = False
     is_chat: bool = True
+    environment: Grade | Failure | None = None
 
 
 @dataclass(frozen=True)

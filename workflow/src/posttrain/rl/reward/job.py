@@ -33,7 +33,7 @@ class Job:
         source: The user's file that defines the grader; "" for a built-in one.
     """
 
-    grader: Callable[[tuple[Answer, ...]], Grades]
+    grader: Callable[[tuple[Answer, ...]], Grades | Failure]
     answers: tuple[Answer, ...]
     is_instant: bool = False
     source: str = ""
@@ -46,7 +46,10 @@ def grade_job(job: Job) -> Grades | Failure:
         MemoryError: The grader ran out of memory.
     """
     try:
-        grades = tuple(job.grader(job.answers))
+        found = job.grader(job.answers)
+        if isinstance(found, Failure):
+            return found
+        grades = tuple(found)
         if len(grades) != len(job.answers):
             raise ValueError(f"{len(grades)} grades for {len(job.answers)} answers")
         return tuple(checked(grade, answer) for grade, answer in zip(grades, job.answers, strict=True))

@@ -21,6 +21,7 @@ from posttrain.rl.reward.answer import Answer, Failure, Grade
 from posttrain.rl.reward.graders import BuiltIn, GraderPool
 from posttrain.rl.reward.job import Grades, Job
 from posttrain.rl.reward.judge import JudgeGrader
+from posttrain.rl.reward.of_environment import NAME, EnvironmentGrader
 from posttrain.rl.reward.own import OwnFunction
 from posttrain.rl.reward.service import ServiceGrader
 from posttrain.rl.reward.shape import ShapeSettings
@@ -28,6 +29,8 @@ from posttrain.rl.reward.shape import ShapeSettings
 # A term, and the answers of one grader call.
 Asked = tuple[Term, tuple[Answer, ...]]
 
+# Graders that need no network.
+Local = BuiltIn | OwnFunction | EnvironmentGrader
 # Failures shown in an error.
 NUM_TOLD = 20
 
@@ -66,7 +69,7 @@ class Scorer:
         self.terms = {name: parse_reward(data.reward) for name, data in sources_of(config.data).items()}
         graders = {term.grader: _grader(term, config) for terms in self.terms.values() for term in terms}
         self._far = {name: one for name, one in graders.items() if isinstance(one, ServiceGrader | JudgeGrader)}
-        self._near = {name: one for name, one in graders.items() if isinstance(one, BuiltIn | OwnFunction)}
+        self._near = {name: one for name, one in graders.items() if isinstance(one, Local)}
 
     def needs_label(self, term: Term) -> bool:
         """Return whether labels can check a grader: it needs labels, and costs no request per answer."""
@@ -142,7 +145,9 @@ def _joined(terms: Sequence[Term], results: Sequence[Grade | Failure]) -> Scored
     return Scored(reward, scores, parts, "; ".join(failures))
 
 
-def _grader(term: Term, config: Config) -> BuiltIn | OwnFunction | ServiceGrader | JudgeGrader:
+def _grader(term: Term, config: Config) -> Local | ServiceGrader | JudgeGrader:
+    if term.grader == NAME:
+        return EnvironmentGrader()
     if term.is_own:
         own = inspect_own(term.grader)
         _check_planned(term.grader, own.digest, config)

@@ -18,6 +18,7 @@ from posttrain.rl.engines.calls import EngineError
 from posttrain.rl.engines.client import EngineClient, GenerateResult
 from posttrain.rl.reward.graders import GraderPool
 from posttrain.rl.reward.scoring import check_failures
+from posttrain.rl.rollout.episode import Episode
 from posttrain.rl.rollout.group_builder import GroupBuilder, has_failures, without_columns
 from posttrain.rl.rollout.rollout_store import RolloutStore
 from posttrain.types import Prompt, RolloutResult, TrajectoryGroup
@@ -91,7 +92,8 @@ class RolloutCoordinator:
         check_versions(step, answers)
         told = [answer.routes for answer in answers if answer.routes is not None]
         routes = await asyncio.to_thread(self._store.write_routes, step, number, told)
-        groups = await self._builder.grade(prompts, requests, answers, routes)
+        episodes = [Episode.of_response(r.input_ids, answer) for r, answer in zip(requests, answers, strict=True)]
+        groups = await self._builder.grade(prompts, episodes, routes)
         # Stored chunks are not graded again, so the limit on grader failures applies to the whole step.
         if not has_failures(groups):
             await asyncio.to_thread(self._store.write, step, number, groups)
@@ -122,7 +124,7 @@ async def _all_of(chunks: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     return [result for result in results if not isinstance(result, EngineError)]
 
 
-def check_versions(step: int, answers: Sequence[GenerateResult]) -> None:
+def check_versions(step: int, answers: Sequence[GenerateResult | Episode]) -> None:
     """Reject trajectories from any weight version but the step's: a restarted engine would serve the initial ones."""
     expected = (None, 0) if step == 0 else (step,)
     wrong = {span.version for answer in answers for span in answer.versions} - set(expected)

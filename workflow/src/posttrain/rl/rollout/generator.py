@@ -14,16 +14,19 @@ import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from posttrain.config.derived import runs_ahead, takes_turns
+from posttrain.config.derived import runs_ahead, share_of, takes_turns
 from posttrain.config.schema import Config
 from posttrain.rl.data.chat import ChatTokenizer
 from posttrain.rl.data.mixture import PromptMix
 from posttrain.rl.engines.calls import EngineError, NoAnswerError
 from posttrain.rl.engines.client import EngineClient, GenerateRequest, GenerateResult
 from posttrain.rl.engines.sampling_seed import sampling_seed
+from posttrain.rl.environments.protocol import EnvironmentFailure, Environments
 from posttrain.rl.reward.graders import GraderPool
 from posttrain.rl.reward.scoring import check_failures
+from posttrain.rl.rollout.episode import Episode, EpisodeRunner
 from posttrain.rl.rollout.group_builder import GroupBuilder, has_equal_rewards, has_failures, without_columns
 from posttrain.rl.rollout.queue_store import QueueStore
 from posttrain.trajectory_queue import TrajectoryQueue
@@ -32,7 +35,8 @@ from posttrain.types import Prompt, RolloutResult, TrajectoryGroup, VersionSpan
 log = logging.getLogger(__name__)
 # SGLang's reason of a response that ended before its time.
 ABORTED = "abort"
-EQUAL_REWARDS = "equal_rewards"
+# Why groups are dropped.
+EQUAL_REWARDS, NO_ENVIRONMENT = "equal_rewards", "no_environment"
 
 
 @dataclass
@@ -44,19 +48,24 @@ class PartialResponse:
         logprobs: The log-probability of each.
         versions: The weight versions that sampled them.
         finish_reason: Of the last request; `ABORTED` until the response is complete.
+        num_cached: Prompt tokens that the first request found in a prefix cache.
+        engine: Number of the last engine.
     """
 
     output_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     versions: tuple[VersionSpan, ...] = ()
     finish_reason: str = ABORTED
+    num_cached: int = 0
+    engine: int | None = None
 
     def add(self, result: GenerateResult) -> None:
         """Append the tokens of one more request."""
+        self.num_cached = self.num_cached if self.output_ids else result.num_cached
         self.output_ids += tuple(result.output_ids)
         self.logprobs += tuple(result.logprobs)
         self.versions += tuple(result.versions)
-        self.finish_reason = result.finish_reason
+        self.finish_reason, self.engine = result.finish_reason, result.engine
 
     def rest_of(self, request: GenerateRequest, seed: int) -> GenerateRequest:
         """Return the request for what is missing."""
@@ -70,7 +79,15 @@ class PartialResponse:
     def as_result(self) -> GenerateResult:
         """Return the complete response."""
         last = self.versions[-1].version
-        return GenerateResult(self.output_ids, self.logprobs, self.finish_reason, last, versions=self.versions)
+        return GenerateResult(
+            self.output_ids,
+            self.logprobs,
+            self.finish_reason,
+            last,
+            versions=self.versions,
+            num_cached=self.num_cached,
+            engine=self.engine,
+        )
 
 
 class _Background:
@@ -103,6 +120,7 @@ class TrajectoryGenerator:
         client: Client of the engines.
         store: Groups on disk.
         graders: Grade responses.
+        environments: What the model acts in; None if a prompt has one response.
     """
 
     def __init__(
@@ -113,8 +131,10 @@ class TrajectoryGenerator:
         client: EngineClient,
         store: QueueStore,
         graders: GraderPool,
+        environments: Environments | None = None,
     ):
         self._config, self._client, self._store = config, client, store
+        self._runner = EpisodeRunner(config, tokenizer, environments, client) if environments else None
         self._builder = GroupBuilder(config, tokenizer, graders)
         self._mix = PromptMix(prompts, config.data)
         self._queue = TrajectoryQueue.of(config)
@@ -224,11 +244,12 @@ class TrajectoryGenerator:
     async def _generate(self, position: int) -> None:
         """Generate, grade and store the group at a position, and put it into the queue."""
         (prompt,) = self._mix.take(position, 1)
-        requests = self._builder.requests(prompt, _tag(position), prompt.prompt_id)
-        results = await asyncio.gather(
-            *(self._respond(position, prompt, index, request) for index, request in enumerate(requests))
-        )
-        (group,) = await self._builder.grade([prompt], requests, results)
+        try:
+            episodes = await self._episodes(position, prompt)
+        except EnvironmentFailure as failure:
+            self._drop_not_started(position, failure)
+            return
+        (group,) = await self._builder.grade([prompt], episodes)
         group = dataclasses.replace(group, position=position)
         if self._config.rollout.dynamic_sampling and has_equal_rewards(group) and self._queue.may_drop:
             self._queue.drop(position, EQUAL_REWARDS)
@@ -240,18 +261,60 @@ class TrajectoryGenerator:
         self._ready[position] = group
         self._queue.add_ready(position, oldest)
 
-    async def _respond(self, position: int, prompt: Prompt, index: int, request: GenerateRequest) -> GenerateResult:
+    async def _episodes(self, position: int, prompt: Prompt) -> list[Episode]:
+        """Return a finished episode for each trajectory of a group.
+
+        Raises:
+            EnvironmentFailure: One could not begin; the others have ended then.
+        """
+        requests = [] if self._runner else self._builder.requests(prompt, _tag(position), prompt.prompt_id)
+        count = self._config.rollout.num_samples_per_prompt
+        played = await asyncio.gather(
+            *(self._episode(position, prompt, index, requests) for index in range(count)), return_exceptions=True
+        )
+        for one in played:
+            if isinstance(one, BaseException):
+                raise one
+        return [one for one in played if isinstance(one, Episode)]
+
+    async def _episode(self, position: int, prompt: Prompt, index: int, requests: Sequence[GenerateRequest]) -> Episode:
+        """Return a finished episode, and free its place for others."""
+        respond = partial(self._respond, position, prompt.prompt_id, index)
+        try:
+            if not self._runner:
+                return Episode.of_response(requests[index].input_ids, await respond(0, requests[index], None))
+            seed = sampling_seed(self._config.training.seed, f"{_tag(position)}, environment", prompt.prompt_id, index)
+            return await self._runner.play(prompt, seed, respond)
+        finally:
+            self._num_responses -= 1
+            self._start_groups()
+
+    def _drop_not_started(self, position: int, failure: EnvironmentFailure) -> None:
+        """Drop a group whose environment cannot begin; too many end the run."""
+        self._queue.drop(position, NO_ENVIRONMENT)
+        share, size = self._config.reward.max_failure_share, self._config.rollout.rollout_batch_size
+        most = max(1, int(share_of(share, size)))
+        count = self._queue.num_dropped(NO_ENVIRONMENT)
+        if count > most:
+            raise RuntimeError(
+                f"environments of {count} groups could not begin in one step, more than reward.max_failure_share "
+                f"allows; the last: {failure}\n  Mend the environment and run again."
+            )
+        log.warning("the group at position %d is left out: %s", position, failure)
+
+    async def _respond(
+        self, position: int, prompt_id: int, index: int, turn: int, request: GenerateRequest, engine: int | None
+    ) -> GenerateResult:
         """Return a complete response, of as many requests as it takes."""
-        response = PartialResponse()
+        tag = f"{_tag(position)}, turn {turn}" if turn else _tag(position)
+        response = PartialResponse(engine=engine)
         for attempt in itertools.count():
-            seed = sampling_seed(self._config.training.seed, _tag(position), prompt.prompt_id, index, attempt)
+            seed = sampling_seed(self._config.training.seed, tag, prompt_id, index, attempt)
             try:
-                response.add(await self._client.sample(response.rest_of(request, seed)))
+                response.add(await self._client.sample(response.rest_of(request, seed), response.engine))
             except EngineError as error:
                 await self._wait_for_engines(error)
             if response.finish_reason != ABORTED:
-                self._num_responses -= 1
-                self._start_groups()
                 return response.as_result()
         raise AssertionError("unreachable")
 

@@ -11,7 +11,7 @@ from posttrain.rl.data.chat import ChatTokenizer
 from posttrain.rl.data.keys import parse_key
 from posttrain.rl.data.messages import RowError, answer_of
 from posttrain.rl.data.mixture import PromptMix
-from posttrain.rl.rollout.group_builder import longest_response
+from posttrain.rl.rollout.response_limit import longest_response
 from posttrain.types import Prompt, RolloutResult, Trajectory, TrajectoryGroup
 
 

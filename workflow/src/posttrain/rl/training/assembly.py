@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack, contextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -20,6 +21,8 @@ from posttrain.rl.algorithm.sft import SupervisedFineTuning
 from posttrain.rl.data.chat import ChatTokenizer
 from posttrain.rl.engines.client import EngineClient
 from posttrain.rl.engines.event_loop import EventLoop, LoopThread
+from posttrain.rl.environments.pool import EnvironmentPool
+from posttrain.rl.environments.protocol import Environments
 from posttrain.rl.evaluation.heldout import read_eval_tasks
 from posttrain.rl.megatron_backend.initialize import joined_ranks
 from posttrain.rl.megatron_backend.model import Policy, build_policy
@@ -45,6 +48,8 @@ from posttrain.rl.weight_sync.engine_layout import EngineShards
 from posttrain.rl.weight_sync.proof import WeightProof
 from posttrain.rl.weight_sync.publish import WeightPublisher, served_format
 from posttrain.types import Prompt
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -207,12 +212,27 @@ def _open_makers(
     if client is None:
         return OfflineResponses(config, read_prompts(), tokenizer), None
     graders = stack.enter_context(GraderPool.of(config))
-    make = TrajectoryGenerator if uses_queue(config) else RolloutCoordinator
-    maker = make(config, read_prompts(), tokenizer, client, store, graders)
+    maker: RolloutMaker
+    if uses_queue(config):
+        environments = _open_environments(config, runner, stack) if config.data.environment else None
+        maker = TrajectoryGenerator(config, read_prompts(), tokenizer, client, store, graders, environments)
+    else:
+        maker = RolloutCoordinator(config, read_prompts(), tokenizer, client, store, graders)
     if not config.evaluation.interval:
         return maker, None
     eval_tasks = read_eval_tasks(config, eval_folders)
     return maker, StepEvaluation(eval_tasks, tokenizer, client, graders, run_folder / "evaluations", runner)
+
+
+def _open_environments(config: Config, runner: EventLoop, stack: ExitStack) -> Environments:
+    return _opened(EnvironmentPool.of(config), runner, stack)
+
+
+def _opened(context: AbstractAsyncContextManager[T], runner: EventLoop, stack: ExitStack) -> T:
+    """Enter an asynchronous context until the run ends."""
+    opened = AsyncExitStack()
+    stack.callback(lambda: runner.run(opened.aclose()))
+    return runner.run(opened.enter_async_context(context))
 
 
 def _open_client(
@@ -222,6 +242,4 @@ def _open_client(
     ranks = [engine.gpus_per_engine] * engine.num_engines + [engine.pd.gpus_per_prefill_engine] * num_prefill
     vocab_size, seconds = config.model.architecture.vocab_size, engine.request_timeout_seconds
     client = EngineClient(engine_urls, secret, seconds, ranks, vocab_size, num_prefill)
-    opened = AsyncExitStack()
-    stack.callback(lambda: runner.run(opened.aclose()))
-    return runner.run(opened.enter_async_context(client))
+    return _opened(client, runner, stack)

@@ -27,7 +27,7 @@ class Update:
     """One optimizer update as one data-parallel rank sees it.
 
     Args:
-        trajectories: The whole global batch, in rollout order.
+        trajectories: The segments of the whole global batch, in rollout order: most trajectories have one.
         batches: This rank's micro-batches; their trajectory indices count in `trajectories`.
         num_micro_batches: Total over all data-parallel ranks.
         advantages: [len(trajectories)] fp32.
@@ -113,16 +113,21 @@ def make_updates(config: Config, objective: Objective, groups: Sequence[Trajecto
 def _make_update(
     config: Config, objective: Objective, trajectories: list[Trajectory], advantages: torch.Tensor, dp_rank: int
 ) -> Update:
-    batches, plan = pack_trajectories(config, trajectories, dp_rank)
+    parts = [trajectory.segments() for trajectory in trajectories]
+    segments = [segment for of_trajectory in parts for segment in of_trajectory]
+    owner = [index for index, of_trajectory in enumerate(parts) for _ in of_trajectory]
+    batches, plan = pack_trajectories(config, segments, dp_rank)
+    # The weight of a token does not depend on how its trajectory is cut.
+    weights = objective.token_weights(
+        [counted_tokens(config.algorithm, trajectory) for trajectory in trajectories],
+        [[owner[index] for index in indices] for micro_batches in plan for indices in micro_batches if indices],
+    )
     return Update(
-        trajectories=tuple(trajectories),
+        trajectories=tuple(segments),
         batches=tuple(batches),
         num_micro_batches=sum(len(batches) for batches in plan),
-        advantages=advantages,
-        weights=objective.token_weights(
-            [counted_tokens(config.algorithm, trajectory) for trajectory in trajectories],
-            [indices for micro_batches in plan for indices in micro_batches if indices],
-        ),
+        advantages=advantages[owner],
+        weights=weights[owner],
     )
 
 

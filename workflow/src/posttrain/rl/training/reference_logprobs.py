@@ -6,6 +6,7 @@ wrong weights or wrong scales differs clearly at every token.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from collections.abc import Sequence
@@ -42,6 +43,8 @@ def record_reference_logprobs(
         The same on every rank; None if the log-probabilities are not finite.
     """
     chosen = choose_trajectories(groups)
+    if config.data.environment:  # which decides what the model is asked
+        chosen = [(dataclasses.replace(prompt, messages=()), one.segments()[0]) for prompt, one in chosen]
     batches, _ = pack_trajectories(config, [trajectory for _, trajectory in chosen], data_parallel_rank())
     own: list[tuple[int, list[float]]] = []
     # Servers report log-probabilities at temperature 1, whatever temperature rollouts used.

@@ -16,7 +16,8 @@ from posttrain.report.rank_progress import EVALUATION, keep_reporting
 from posttrain.rl.data.chat import ChatTokenizer
 from posttrain.rl.engines.client import EngineClient
 from posttrain.rl.engines.event_loop import EventLoop
-from posttrain.rl.evaluation.heldout import EvalTask, grade_responses, requests_of, sample_responses, summarize
+from posttrain.rl.evaluation.heldout import EvalTask, grade_episodes, summarize
+from posttrain.rl.evaluation.sampling import sample_episodes
 from posttrain.rl.reward.graders import GraderPool
 from posttrain.rl.rollout.coordinator import check_versions
 from posttrain.store import write_json
@@ -82,12 +83,12 @@ class StepEvaluation:
         results = {}
         try:
             for eval_task in self._exams:
-                answers = await sample_responses(
-                    eval_task.config, self._client, requests_of(eval_task, self._tokenizer)
+                episodes = await sample_episodes(
+                    eval_task.config, eval_task.name, eval_task.prompts, self._client, self._tokenizer
                 )
-                check_versions(finished, answers)
+                check_versions(finished, episodes)
                 results[eval_task.name] = summarize(
-                    await grade_responses(eval_task, self._tokenizer, self._graders, answers)
+                    await grade_episodes(eval_task, self._tokenizer, self._graders, episodes)
                 )
         finally:
             alive.cancel()
