@@ -11,7 +11,7 @@ from posttrain.config.load import merge
 
 CONFIG_DIR = Path(__file__).resolve().parents[3] / "config"
 OFFLINE = "rollout.num_samples_per_prompt=1 training.objective=sft rollout.temperature=1.0"
-CALCULATOR = "data.environment=calculator"
+CALCULATOR = "data.environment=calculator data.reward=environment"
 KEY = "data.environment"
 
 
@@ -26,9 +26,23 @@ def resolve(settings: str):
         (f"{KEY}=ftp://host:1", "not-an-address", KEY, "http://"),
         (f"{KEY}=http://", "not-an-address", KEY, "http://"),
         (f"{KEY}=http://me:secret@host:1", "not-an-address", KEY, "***"),
-        (f"{KEY}=missing.py:Guess", "environment-unreadable", KEY, "missing.py"),
+        (f"{KEY}=missing.py:Guess data.reward=environment", "environment-unreadable", KEY, "missing.py"),
         (f"{CALCULATOR} environment.max_turn_tokens=99999", "turn-exceeds-episode", "environment.max_turn_tokens", "8"),
         (f"{CALCULATOR} {OFFLINE}", "not-for-supervised", KEY, "leave it out"),
+        (f"{KEY}=calculator", "reward-without-environment", "data.reward", "exact_match"),
+        ("data.reward=environment", "reward-of-another-kind", "data.reward", "environment"),
+        (
+            f"{CALCULATOR} environment.history=template algorithm.preset=bnpo",
+            "segments-of-micro-batches",
+            "algorithm.loss_aggregation",
+            "token_mean",
+        ),
+        (
+            f"{CALCULATOR} environment.tool_call_parser=glm47",
+            "parser-of-sglang",
+            "environment.tool_call_parser",
+            "json",
+        ),
         ("environment.max_turns=3", "unused-value", "environment.max_turns", "16"),
         ("environment.history=template", "unused-value", "environment.history", "keep"),
     ],
@@ -45,7 +59,7 @@ def test_what_has_no_meaning_is_rejected(settings: str, code: str, key: str, dat
         "",
         "environment.num_workers=8 environment.memory_gib=1 environment.deadline_seconds=5",
         f"{CALCULATOR} environment.max_turns=3 environment.max_turn_tokens=4",
-        f"{KEY}=http://node7:8000/env",
+        f"{KEY}=http://node7:8000/env data.reward=environment+0.1*length",
     ],
 )
 def test_what_is_accepted(settings: str) -> None:

@@ -36,7 +36,7 @@ def changed(source: Path, old: str, new: str) -> str:
 
 
 def test_the_digest_is_part_of_the_experiment(source: Path) -> None:
-    words = {"model": "tiny", "site": "local", "set": f"data.environment={source}:Guess"}
+    words = {"model": "tiny", "site": "local", "set": f"data.environment={source}:Guess data.reward=environment"}
     before = merge(words, CONFIG_DIR)
     source.write_text(GOOD + "\n")
     after = merge(words, CONFIG_DIR)

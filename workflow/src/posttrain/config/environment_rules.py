@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 
+from posttrain.config.data import sources_of
 from posttrain.config.derived import uses_engines
-from posttrain.config.environment import EnvironmentSettings
+from posttrain.config.environment import OWN_PARSER, EnvironmentSettings
 from posttrain.config.fields import did_you_mean
 from posttrain.config.own_environment import BUILT_IN, KEY, SCHEMES, is_address, is_own
+from posttrain.config.reward_sum import parse_reward
 from posttrain.config.schema import Config
 from posttrain.config.service_rules import wrong_url
 from posttrain.document import ANY
-from posttrain.errors import Problem
+from posttrain.errors import ConfigError, Problem
 
 Problems = Iterator[Problem]
+GRADER = "environment"
 
 
 def _name(config: Config) -> Problems:
@@ -45,6 +49,38 @@ def _objective(config: Config) -> Problems:
         yield Problem("not-for-supervised", KEY, repr(config.data.environment), allowed, "leave it out")
 
 
+def _reward(config: Config) -> Problems:
+    for name, data in sources_of(config.data).items():
+        key = f"data.sources.{name}.reward" if name else "data.reward"
+        with contextlib.suppress(ConfigError):  # told by another rule
+            graders = [term.grader for term in parse_reward(data.reward, key)]
+            if config.data.environment and GRADER not in graders:
+                allowed = (
+                    f"a sum with {GRADER}, the environment's own reward, perhaps with graders of the last response"
+                )
+                yield Problem("reward-without-environment", key, repr(data.reward), allowed, f"set {key}={GRADER}")
+            elif not config.data.environment and GRADER in graders:
+                allowed = f"another grader without {KEY}"
+                yield Problem(
+                    "reward-of-another-kind", key, repr(data.reward), allowed, f"set {KEY}, or choose another"
+                )
+
+
+def _segments(config: Config) -> Problems:
+    aggregation = config.algorithm.loss_aggregation
+    if config.environment.history == "template" and aggregation == "micro_batch_mean":
+        allowed = "token_mean, sample_mean or constant with environment.history=template"
+        remedy = "choose another: the weight of an episode would depend on which micro-batches its segments are in"
+        yield Problem("segments-of-micro-batches", "algorithm.loss_aggregation", aggregation, allowed, remedy)
+
+
+def _parser(config: Config) -> Problems:
+    parser = config.environment.tool_call_parser
+    if config.data.environment and parser != OWN_PARSER and config.engine.kind != "sglang":
+        allowed = f"{OWN_PARSER} with engine.kind={config.engine.kind}: other parsers are SGLang's"
+        yield Problem("parser-of-sglang", "environment.tool_call_parser", repr(parser), allowed, "leave it out")
+
+
 def _without_environment(config: Config) -> Problems:
     """Engineering knobs, which a site's file may set for all runs, are left alone."""
     if config.data.environment:
@@ -57,4 +93,12 @@ def _without_environment(config: Config) -> Problems:
             yield Problem("unused-value", f"environment.{field.name}", repr(value), allowed, remedy)
 
 
-ENVIRONMENT_RULES: tuple[Callable[[Config], Problems], ...] = (_name, _turns, _objective, _without_environment)
+ENVIRONMENT_RULES: tuple[Callable[[Config], Problems], ...] = (
+    _name,
+    _turns,
+    _objective,
+    _reward,
+    _segments,
+    _parser,
+    _without_environment,
+)
