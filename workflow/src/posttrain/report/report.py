@@ -187,6 +187,10 @@ def _chart_sections(run: RunData) -> list[dict[str, Any]]:
             "What was sampled, how well it packs, and what the updates did to the policy.",
             [*report_figures.batch_charts(run), *report_figures.optimization_charts(run)],
         ),
+        "Episodes": (
+            "What the model did in its environment, and where the time of an episode went. Means over trajectories.",
+            report_figures.episode_charts(run),
+        ),
         "Queue": (
             "Engines generate while the trainer trains: how old the tokens are, and how many groups wait.",
             report_figures.queue_charts(run),

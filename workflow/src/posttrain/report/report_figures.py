@@ -62,6 +62,23 @@ def batch_charts(run: RunData) -> list[Chart]:
     )
 
 
+def episode_charts(run: RunData) -> list[Chart]:
+    """Turns, calls and observations of episodes, and their time in environments and engines."""
+    turns, calls = Line("episode/turns", "responses", 1), Line("episode/tool_calls", "calls of functions", 3)
+    segments = [Line("episode/segments", "segments", 7)] if max(run.values("episode/segments"), default=1) > 1 else []
+    read = Line("episode/observed_tokens", "tokens", 2)
+    acting = Line("episode/environment_seconds", "in the environment", 5)
+    decoding = Line("episode/engine_seconds", "in engines", 1)
+    cached = Line("episode/prefix_hit_rate", "in the prefix cache", 6)
+    note = "Time until the engine has answered includes waiting for a place and for new weights."
+    return _present(
+        _chart(run, "Turns of an episode", "number", [turns, calls, *segments], low=0.0),
+        _chart(run, "Observations", "tokens", [read], "Tokens read after the first response, not trained on.", low=0.0),
+        _chart(run, "Time of an episode", "s", [acting, decoding], note, low=0.0),
+        _chart(run, "Prefix reuse", "share of read tokens", [cached], low=0.0),
+    )
+
+
 def queue_charts(run: RunData) -> list[Chart]:
     """How old the trajectories are when they are trained on, and how full the queue is."""
     bound = f"Age in updates; at most {run.config.rollout.max_staleness} (rollout.max_staleness)."

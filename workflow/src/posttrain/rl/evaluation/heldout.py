@@ -11,9 +11,11 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,7 @@ class GradedResponse:
         is_truncated: It reached the length limit.
         scored: The graders' results.
         parts: Numbers of an episode in an environment, by metric.
+        transcript: Texts of an episode after its first prompt, each with whether the model wrote it.
     """
 
     prompt: Prompt
@@ -62,6 +65,7 @@ class GradedResponse:
     is_truncated: bool
     scored: Scored
     parts: Mapping[str, float] = field(default_factory=dict)
+    transcript: Sequence[tuple[str, bool]] = ()
 
     @property
     def passes(self) -> bool:
@@ -187,7 +191,7 @@ def summarize(responses: Sequence[GradedResponse]) -> dict[str, Any]:
         responses: The k samples of each prompt, consecutive.
 
     Returns:
-        pass_rate, pass_at_k, pass_at (see there), num_prompts, num_samples (per prompt, k), num_responses, num_ungraded
+        pass_rate, pass_at_k, pass_at and pass_all (see there), num_prompts, num_samples (per prompt, k), num_responses, num_ungraded
         (responses without a reward), reward_mean of the others, has_partial_credit (some reward is not simply 1 for
         a pass and 0 otherwise), lengths in tokens, truncated_fraction; if there are several, the pass rate of each
         source (pass_rate_by_source) and the mean of each grader (scores); by_prompt (id, pass rate and mean reward,
@@ -213,6 +217,7 @@ def summarize(responses: Sequence[GradedResponse]) -> dict[str, Any]:
         "pass_rate": sum(passed) / len(passed),
         "pass_at_k": sum(any(one.passes for one in samples) for samples in by_prompt.values()) / len(by_prompt),
         "pass_at": pass_at(passed, len(responses) // len(by_prompt)),
+        "pass_all": pass_all(passed, len(responses) // len(by_prompt)),
         "num_prompts": len(by_prompt),
         "num_samples": len(responses) // len(by_prompt),
         "num_responses": len(responses),
@@ -221,6 +226,7 @@ def summarize(responses: Sequence[GradedResponse]) -> dict[str, Any]:
         "has_partial_credit": any(one.scored.reward not in (None, float(one.passes)) for one in responses),
         **({"pass_rate_by_source": _means(by_source)} if len(by_source) > 1 else {}),
         **({"scores": _means(by_grader)} if len(by_grader) > 1 else {}),
+        **_of_episodes(responses),
         "response_tokens_mean": sum(lengths) / len(lengths),
         "response_tokens_median": lengths[len(lengths) // 2],
         "response_tokens_max": lengths[-1],
@@ -234,7 +240,7 @@ def summarize(responses: Sequence[GradedResponse]) -> dict[str, Any]:
 
 
 def pass_at(passed: Sequence[bool], num_samples: int) -> dict[str, list[float]]:
-    """Return k -> pass@k and the bounds of its 95 % interval, for k = 1, 2, 4, ..., n.
+    """Return k -> pass@k and the bounds of its 95 % interval, for k = 1, 2, 4, ..., n: one of k responses passes.
 
     The estimate is unbiased (Chen et al., arXiv:2107.03374, equation 1). The interval is Wilson's with one trial per
     prompt, which is conservative: values between 0 and 1 vary less than binary ones.
@@ -246,13 +252,30 @@ def pass_at(passed: Sequence[bool], num_samples: int) -> dict[str, list[float]]:
     Example:
         Two prompts of two responses, of which one passes: k = 1 gives 0.25, k = 2 gives 0.5.
     """
+    return _over_choices(
+        passed, num_samples, lambda count, k: 1 - math.comb(num_samples - count, k) / math.comb(num_samples, k)
+    )
+
+
+def pass_all(passed: Sequence[bool], num_samples: int) -> dict[str, list[float]]:
+    """Return k -> pass^k and its bounds, as `pass_at`: all of k responses pass (Yao et al., arXiv:2406.12045).
+
+    Example:
+        Two prompts of two responses, of which three pass: k = 1 gives 0.75, k = 2 gives 0.5.
+    """
+    return _over_choices(passed, num_samples, lambda count, k: math.comb(count, k) / math.comb(num_samples, k))
+
+
+def _over_choices(
+    passed: Sequence[bool], num_samples: int, rate: Callable[[int, int], float]
+) -> dict[str, list[float]]:
+    """Return the mean over prompts of `rate`, from the number of passing responses and k, with its interval."""
     solved = [sum(passed[start : start + num_samples]) for start in range(0, len(passed), num_samples)]
     powers = (2**exponent for exponent in range(num_samples.bit_length()))
-    rates = {}
-    for k in sorted({*powers, num_samples}):
-        missed = [math.comb(num_samples - count, k) / math.comb(num_samples, k) for count in solved]
-        rates[str(k)] = [*wilson(1 - math.fsum(missed) / len(solved), len(solved))]
-    return rates
+    return {
+        str(k): [*wilson(math.fsum(rate(count, k) for count in solved) / len(solved), len(solved))]
+        for k in sorted({*powers, num_samples})
+    }
 
 
 async def _sample_all(
@@ -297,9 +320,27 @@ async def grade_episodes(
             answer.is_truncated,
             scored[place],
             episodes[place].parts,
+            transcript_of(tokenizer, episodes[place]) if episodes[place].grade else (),
         )
         for place, answer in enumerate(answers)
     ]
+
+
+def _of_episodes(responses: Sequence[GradedResponse]) -> dict[str, Any]:
+    """Return the means of the episodes' numbers, and how many had each number of turns; empty without environment."""
+    known = [response.parts for response in responses if response.parts]
+    if not known:
+        return {}
+    turns = Counter(str(int(parts["episode/turns"])) for parts in known)
+    means = {name.removeprefix("episode/"): sum(parts[name] for parts in known) / len(known) for name in known[0]}
+    return {"episodes": {**means, "by_turns": dict(sorted(turns.items(), key=lambda item: int(item[0])))}}
+
+
+def transcript_of(tokenizer: ChatTokenizer, episode: Episode) -> list[tuple[str, bool]]:
+    """Return the texts of an episode after its first prompt, each with whether the model wrote it."""
+    tokens = iter(episode.tokens)
+    stretches = [(bool(mark), [*islice(tokens, len([*some]))]) for mark, some in groupby(episode.loss_mask)]
+    return [(tokenizer.text_of(some), is_written) for is_written, some in stretches[1:]]
 
 
 def _rewards(responses: Sequence[GradedResponse]) -> list[float]:
@@ -323,4 +364,5 @@ def _example(response: GradedResponse) -> dict[str, Any]:
         "reward": response.scored.reward,
         **({"scores": dict(response.scored.scores)} if len(response.scored.scores) > 1 else {}),
         **({"failure": response.scored.failure} if response.scored.failure else {}),
+        **({"transcript": [*map(list, response.transcript)]} if response.transcript else {}),
     }
