@@ -15,6 +15,7 @@ MUTABLE = {
         *(
             "PartialResponse",
             "PreemptionDeadline",
+            "Segment",
             "Timeline",
             "TrainingRun",
             "WeightUpdate",

@@ -59,7 +59,8 @@ class Policy:
 def play(
     tokenizer: ChatTokenizer, environments: ScriptedEnvironments, policy: Policy | None = None, **settings: Any
 ) -> tuple[Episode, Policy]:
-    limits = {"rollout.max_response_tokens": 100, **{f"environment.{key}": value for key, value in settings.items()}}
+    limits = {"data.environment": "calculator", "data.reward": "environment", "rollout.max_response_tokens": 100}
+    limits |= {f"environment.{key}": value for key, value in settings.items()}
     words = " ".join(f"{key}={value}" for key, value in limits.items())
     config: Config = resolve({"model": "tiny", "site": "local", "set": words}, CONFIG).config
     policy = policy or Policy(tokenizer.tokenizer.eos_token_id)
@@ -82,7 +83,7 @@ def test_an_episode_is_what_was_read_and_sampled(tokenizer: ChatTokenizer) -> No
     assert episode.grade == EpisodeReward(1.0, {"turns": 3.0})
     assert (episode.finish_reason, episode.last_response) == ("stop", (DIGIT, end))
     assert policy.engines == [None, 1, 1]
-    assert episode.parts["episode/prefix_hit_rate"] == 6 / sum(len(one.input_ids) for one in policy.asked)
+    assert episode.parts["perf/prefix_hit_rate"] == 6 / sum(len(one.input_ids) for one in policy.asked)
     observed = len(policy.asked[2].input_ids) - len(policy.asked[0].input_ids) - 4
     assert (episode.parts["episode/turns"], episode.parts["episode/observed_tokens"]) == (3, observed)
 

@@ -6,65 +6,21 @@ import asyncio
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer
-from tests.support.scripted_environments import ScriptedEnvironments
+from tests.support.scripted_engines import DIGIT, Engine
 
-from posttrain.checkpoint.tiny.tokenizer import CHARACTERS, STOP_TOKENS, make_tokenizer
 from posttrain.errors import CheckpointError
-from posttrain.plan.resolve import resolve
-from posttrain.rl.data.chat import ChatTokenizer
-from posttrain.rl.data.mixture import PromptMix
 from posttrain.rl.engines.calls import EngineError
-from posttrain.rl.engines.client import EngineClient
-from posttrain.rl.environments.protocol import EnvironmentFailure, Environments, Message, Observation
-from posttrain.rl.reward.graders import GraderPool
 from posttrain.rl.rollout.generator import TrajectoryGenerator
 from posttrain.rl.rollout.queue_store import QueueStore
-from posttrain.types import Prompt, VersionSpan
+from posttrain.types import VersionSpan
 
-CONFIG = Path(__file__).parents[4] / "config"
-SETTINGS = {
-    "rollout.rollout_batch_size": 2,
-    "rollout.num_samples_per_prompt": 2,
-    "rollout.max_response_tokens": 6,
-    "training.global_batch_size": 4,
-    "training.num_steps": 4,
-    "training.seed": 42,
-    "rollout.max_staleness": 1,
-    "algorithm.preset": "tis",
-}
-PROMPTS = [Prompt(number, ({"role": "user", "content": f"say {number}"},), "7") for number in range(8)]
-DIGIT = CHARACTERS.index("7")
-
-
-class Engine:
-    """Answers requests with `answers` in turn, then with one digit; "die" ends the connection."""
-
-    def __init__(self, *answers: Any):
-        self.answers, self.asked = [*answers], list[dict[str, Any]]()
-        self.version = "0"
-
-    async def generate(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        self.asked.append(body)
-        tokens, reason = self.answer(body)
-        if reason == "die":
-            request.transport.close()
-        meta = {"finish_reason": {"type": reason}, "weight_version": self.version}
-        meta["output_token_logprobs"] = [[-0.5, token, None] for token in tokens]
-        return web.json_response([{"output_ids": tokens, "meta_info": meta}])
-
-    def answer(self, body: dict[str, Any]) -> tuple[list[int], str]:
-        return self.answers.pop(0) if self.answers else ([DIGIT], "stop")
-
-    async def other(self, request: web.Request) -> web.Response:
-        return web.json_response({"success": True, "status": "ok"})
+TURNS = {"engine__sleep": "always", "rollout__tail_fraction": 0.5, "rollout__on_new_weights": "abort"}
 
 
 class HoldingEngine(Engine):
@@ -113,54 +69,6 @@ class SlowEngine(Engine):
             self.aborted.set()
             self.aborted = asyncio.Event()
         return await super().other(request)
-
-
-TURNS = {"engine__sleep": "always", "rollout__tail_fraction": 0.5, "rollout__on_new_weights": "abort"}
-Story = Callable[[TrajectoryGenerator, QueueStore], Coroutine[Any, Any, None]]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    tokenizer = make_tokenizer(256)
-    tokenizer.save_pretrained(folder)
-    stops = tokenizer.convert_tokens_to_ids([*STOP_TOKENS])
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
-    return ChatTokenizer(folder)
-
-
-@pytest.fixture
-def play(tokenizer: ChatTokenizer, tmp_path: Path) -> Callable[..., None]:
-    """Return what runs a story with some engines, and settings on top of the usual ones."""
-
-    async def run(
-        story: Story, engines: tuple[Engine, ...], environments: Environments | None, settings: dict[str, Any]
-    ) -> None:
-        words = SETTINGS | {key.replace("__", "."): value for key, value in settings.items()}
-        overrides = " ".join(f"{key}={value}" for key, value in words.items())
-        config = resolve({"model": "tiny", "site": "local", "set": overrides}, CONFIG).config
-        servers = []
-        for engine in engines:
-            application = web.Application()
-            application.router.add_post("/generate", engine.generate)
-            application.router.add_post("/{path:.*}", engine.other)
-            servers.append(TestServer(application))
-            await servers[-1].start_server()
-        urls = [str(server.make_url("")).rstrip("/") for server in servers]
-        store = QueueStore(tmp_path / "rollouts")
-        try:
-            with GraderPool.of(config) as graders:
-                async with EngineClient(urls, "secret", 10.0) as client:
-                    generator = TrajectoryGenerator(config, PROMPTS, tokenizer, client, store, graders, environments)
-                    await story(generator, store)
-        finally:
-            for server in servers:
-                await server.close()
-
-    def play(story: Story, *engines: Engine, environments: Environments | None = None, **settings: Any) -> None:
-        asyncio.run(asyncio.wait_for(run(story, engines, environments, settings), 60))
-
-    return play
 
 
 def seed_of(position: int, prompt: int, index: int, attempt: int) -> int:
@@ -389,87 +297,3 @@ def test_a_run_without_its_record_is_refused(play: Callable[..., None]) -> None:
         assert caught.value.code == "rollout-invalid"
 
     play(story, Engine())
-
-
-# ---- episodes ----
-
-IN_ENVIRONMENT = {"data__environment": "calculator", "data__reward": "environment", "rollout__max_response_tokens": 60}
-
-
-def test_episodes_are_trajectories_of_their_group(play: Callable[..., None]) -> None:
-    environments, engine = ScriptedEnvironments(), Engine()
-
-    async def story(generator: TrajectoryGenerator, store: QueueStore) -> None:
-        await generator.begin(0)
-        groups = (await generator.collect(0)).groups
-        for one in (trajectory for group in groups for trajectory in group.trajectories):
-            assert (one.reward, one.num_sampled, one.parts["episode/turns"]) == (1.0, 3, 3)
-            assert one.parts["environment/turns"] == 3
-        first = [body for body in engine.asked if body["input_ids"][0] == engine.asked[0]["input_ids"][0]]
-        seeds = {body["sampling_params"][0]["sampling_seed"] for body in engine.asked}
-        assert len(seeds) == len(engine.asked), "each turn of each trajectory has a seed of its own"
-        assert len(first) >= 1
-        assert len({one.seed for one in environments.opened}) == len(environments.opened)
-
-    play(story, engine, environments=environments, rollout__max_staleness=0, algorithm__preset="grpo", **IN_ENVIRONMENT)
-    assert environments.num_open == 0
-
-
-def test_an_episode_goes_on_after_an_abort_in_the_middle(play: Callable[..., None]) -> None:
-    """Its turns are asked for again with the tokens so far, and nothing of it is sampled twice."""
-
-    class Aborting(Engine):
-        def answer(self, body: dict[str, Any]) -> tuple[list[int], str]:
-            return ([DIGIT], "abort") if len(self.asked) % 2 else ([DIGIT], "stop")
-
-    async def story(generator: TrajectoryGenerator, store: QueueStore) -> None:
-        await generator.begin(0)
-        (group, *_) = (await generator.collect(0)).groups
-        assert {one.num_sampled >= 3 for one in group.trajectories} == {True}
-        for one in group.trajectories:
-            assert len(one.logprobs) == one.num_sampled == sum(span.num_tokens for span in one.versions)
-
-    play(story, Aborting(), environments=ScriptedEnvironments(), **IN_ENVIRONMENT)
-
-
-def test_a_failed_environment_costs_its_trajectory(play: Callable[..., None]) -> None:
-    failed = list[str]()
-
-    def answer(number: int, action: Message) -> Observation:
-        if not failed:
-            failed.append("once")
-            raise EnvironmentFailure("deadline", "no answer within 1 s")
-        return Observation((), done=True)
-
-    async def story(generator: TrajectoryGenerator, store: QueueStore) -> None:
-        await generator.begin(0)
-        groups = (await generator.collect(0)).groups
-        rewards = [one.reward for group in groups for one in group.trajectories]
-        failures = [one.failure for group in groups for one in group.trajectories if one.failure]
-        assert sorted(rewards, key=str) == [1.0] * 3 + [None]
-        assert failures == ["environment: deadline: no answer within 1 s"]
-
-    settings = {**IN_ENVIRONMENT, "reward__max_failure_share": 0.5, "rollout__max_staleness": 0}
-    play(story, Engine(), environments=ScriptedEnvironments(answer), algorithm__preset="grpo", **settings)
-
-
-def test_a_group_that_cannot_begin_is_left_out_and_too_many_end_the_run(
-    play: Callable[..., None], tmp_path: Path
-) -> None:
-    async def once(generator: TrajectoryGenerator, store: QueueStore) -> None:
-        await generator.begin(0)
-        rollout = await generator.collect(0)
-        assert failing not in [group.prompt.messages[0]["content"] for group in rollout.groups]
-        assert rollout.queue["queue/dropped_no_environment"] == 1
-
-    async def always(generator: TrajectoryGenerator, store: QueueStore) -> None:
-        await generator.begin(0)
-        with pytest.raises(RuntimeError, match="environments of 2 groups could not begin"):
-            await generator.collect(0)
-
-    settings = {**IN_ENVIRONMENT, "rollout__max_staleness": 0, "algorithm__preset": "grpo"}
-    first = resolve({"model": "tiny", "site": "local", "set": "training.seed=42"}, CONFIG).config
-    failing = PromptMix(PROMPTS, first.data).take(0, 1)[0].messages[0]["content"]
-    play(once, Engine(), environments=ScriptedEnvironments(failing=failing), **settings)
-    shutil.rmtree(tmp_path / "rollouts")
-    play(always, Engine(), environments=ScriptedEnvironments(num_failing=100), **settings)

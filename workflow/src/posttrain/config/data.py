@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -140,6 +141,11 @@ def sources_of(data: Data) -> Mapping[str, Data]:
     if not data.sources:
         return {"": data}
     return {name: _as_data(data, source) for name, source in data.sources.items()}
+
+
+def num_different(data: Data) -> float:
+    """Return how many different prompts a kind of generated data has; infinite if that is not known beforehand."""
+    return {"sort_digits": 10**data.num_digits, "arithmetic": len(FACTORS) ** 2}.get(data.kind, math.inf)
 
 
 def task_of(data: Data) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from itertools import chain
 
-from posttrain.config.data import FACTORS, GENERATED, KINDS, LOCAL_DATA, UNPINNED, Data, sources_of
+from posttrain.config.data import GENERATED, KINDS, LOCAL_DATA, UNPINNED, Data, num_different, sources_of
 from posttrain.config.derived import recomputable_modules, stage_chunks, uses_engines
 from posttrain.config.engine_rules import ENGINE_RULES
 from posttrain.config.environment_rules import ENVIRONMENT_RULES
@@ -115,26 +115,20 @@ def _data_source(data: Data, section: str) -> Problems:
             if value := getattr(data, name):
                 remedy = f"set {section}.kind=hub"
                 yield Problem("unused-value", f"{section}.{name}", repr(value), f"'' with this {section}.kind", remedy)
-    if data.kind in GENERATED and data.num_train_prompts < 1:
-        yield Problem(
-            "not-a-count", "data.num_train_prompts", str(data.num_train_prompts), "at least 1", "generate some"
-        )
-    wanted, different = data.num_train_prompts + data.num_heldout_prompts, 10**data.num_digits
-    if data.kind == "arithmetic" and wanted > len(FACTORS) ** 2:
-        allowed = f"at most {len(FACTORS) ** 2} with the held-out ones: there are no more products"
-        yield Problem(
-            "too-few-products",
-            "data.num_train_prompts",
-            f"{data.num_train_prompts} of {wanted} in all",
-            allowed,
-            "ask for fewer",
-        )
-    if data.kind == "sort_digits" and wanted > different:
-        allowed = f"at most {different} with the held-out ones: there are no more numbers of {data.num_digits} digits"
-        remedy = "ask for fewer, or raise data.num_digits"
-        yield Problem(
-            "too-few-numbers", "data.num_train_prompts", f"{data.num_train_prompts} of {wanted} in all", allowed, remedy
-        )
+    if data.kind in GENERATED:
+        yield from _counts(data)
+
+
+def _counts(data: Data) -> Problems:
+    """Whether the generated rows are as many as there can be."""
+    key, count = "data.num_train_prompts", data.num_train_prompts
+    if count < 1:
+        yield Problem("not-a-count", key, str(count), "at least 1", "generate some")
+    most, wanted = num_different(data), count + data.num_heldout_prompts
+    if wanted > most:
+        allowed = f"at most {most} with the held-out ones: data.kind={data.kind} has no more prompts"
+        remedy = "ask for fewer" + (", or raise data.num_digits" if data.kind == "sort_digits" else "")
+        yield Problem("too-few-numbers", key, f"{count} of {wanted} in all", allowed, remedy)
 
 
 def _suites(config: Config) -> Problems:

@@ -44,11 +44,6 @@ METRICS: Mapping[str, Metric] = {
     "episode/tool_calls": Metric("Functions that an episode's responses called"),
     "episode/segments": Metric("Segments of an episode: parts that the model read as a sequence of its own"),
     "episode/observed_tokens": Metric("Tokens that the model read after its first response", "tokens"),
-    "episode/environment_seconds": Metric("Time of an episode in its environment", "s", is_timing=True),
-    "episode/engine_seconds": Metric("Time of an episode in engines", "s", is_timing=True),
-    "episode/prefix_hit_rate": Metric(
-        "Share of the read tokens that an engine had in its prefix cache", is_timing=True
-    ),
     # ---- the queue between engines and trainer; on the clock, like timings ----
     "queue/staleness_mean": Metric("Mean age of the sampled tokens trained on", "updates", is_timing=True),
     "queue/staleness_max": Metric(
@@ -126,6 +121,9 @@ METRICS: Mapping[str, Metric] = {
         f"perf/{name}_peak_gib": Metric(f"{name}: memory of the fullest rank, on its GPU or else resident", "GiB", True)
         for name in (*PHASES, *LIKE_OTHERS)
     },
+    "perf/environment_seconds": Metric("Time of an episode in its environment", "s", is_timing=True),
+    "perf/engine_seconds": Metric("Time of an episode in engines", "s", is_timing=True),
+    "perf/prefix_hit_rate": Metric("Share of the read tokens that an engine had in its prefix cache", is_timing=True),
     "perf/tokens_per_second": Metric("train/num_tokens over perf/step_seconds", "tokens/s", is_timing=True),
     "perf/response_tokens_per_second": Metric(
         "train/num_response_tokens over perf/step_seconds", "tokens/s", is_timing=True

@@ -67,9 +67,9 @@ def episode_charts(run: RunData) -> list[Chart]:
     turns, calls = Line("episode/turns", "responses", 1), Line("episode/tool_calls", "calls of functions", 3)
     segments = [Line("episode/segments", "segments", 7)] if max(run.values("episode/segments"), default=1) > 1 else []
     read = Line("episode/observed_tokens", "tokens", 2)
-    acting = Line("episode/environment_seconds", "in the environment", 5)
-    decoding = Line("episode/engine_seconds", "in engines", 1)
-    cached = Line("episode/prefix_hit_rate", "in the prefix cache", 6)
+    acting = Line("perf/environment_seconds", "in the environment", 5)
+    decoding = Line("perf/engine_seconds", "in engines", 1)
+    cached = Line("perf/prefix_hit_rate", "in the prefix cache", 6)
     note = "Time until the engine has answered includes waiting for a place and for new weights."
     return _present(
         _chart(run, "Turns of an episode", "number", [turns, calls, *segments], low=0.0),

@@ -191,10 +191,10 @@ def summarize(responses: Sequence[GradedResponse]) -> dict[str, Any]:
         responses: The k samples of each prompt, consecutive.
 
     Returns:
-        pass_rate, pass_at_k, pass_at and pass_all (see there), num_prompts, num_samples (per prompt, k), num_responses, num_ungraded
-        (responses without a reward), reward_mean of the others, has_partial_credit (some reward is not simply 1 for
-        a pass and 0 otherwise), lengths in tokens, truncated_fraction; if there are several, the pass rate of each
-        source (pass_rate_by_source) and the mean of each grader (scores); by_prompt (id, pass rate and mean reward,
+        pass_rate, pass_at_k, pass_at and pass_all (see there), num_prompts, num_samples (per prompt, k), num_responses,
+        num_ungraded (responses without a reward), reward_mean of the others, has_partial_credit (some reward is not
+        simply 1 for a pass and 0 otherwise), lengths in tokens, truncated_fraction; if there are several, the pass rate of each
+        source (pass_rate_by_source) and the mean of each grader (scores); episodes (means of their numbers, by_turns), if there are any; by_prompt (id, pass rate and mean reward,
         None without a graded response); and the first sample of the first prompts as examples.
 
     Example:
@@ -332,7 +332,7 @@ def _of_episodes(responses: Sequence[GradedResponse]) -> dict[str, Any]:
     if not known:
         return {}
     turns = Counter(str(int(parts["episode/turns"])) for parts in known)
-    means = {name.removeprefix("episode/"): sum(parts[name] for parts in known) / len(known) for name in known[0]}
+    means = {name.rpartition("/")[2]: sum(parts[name] for parts in known) / len(known) for name in known[0]}
     return {"episodes": {**means, "by_turns": dict(sorted(turns.items(), key=lambda item: int(item[0])))}}
 
 

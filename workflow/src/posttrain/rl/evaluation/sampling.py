@@ -44,7 +44,7 @@ async def _play(
 ) -> list[Episode]:
     places = [(prompt, index) for prompt in prompts for index in range(config.evaluation.num_samples_per_prompt)]
     at_a_time = asyncio.Semaphore(config.engine.max_running_requests * client.num_engines)
-    async with EnvironmentPool.of(config) as environments:
+    with EnvironmentPool.of(config) as environments:
         runner = EpisodeRunner(config, tokenizer, environments, client, config.evaluation.temperature)
         with ProgressBar("held-out episodes", len(places), "episodes") as progress:
 

@@ -239,9 +239,9 @@ class _Played:
                 "episode/tool_calls": self.num_calls,
                 "episode/segments": len(kept),
                 "episode/observed_tokens": self.conversation.num_observed,
-                "episode/engine_seconds": self.engine_seconds,
-                "episode/environment_seconds": self.environment_seconds,
-                "episode/prefix_hit_rate": self.num_cached / self.num_read,
+                "perf/engine_seconds": self.engine_seconds,
+                "perf/environment_seconds": self.environment_seconds,
+                "perf/prefix_hit_rate": self.num_cached / self.num_read,
             },
         )
 

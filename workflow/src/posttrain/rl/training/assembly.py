@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, contextmanager
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from pathlib import Path
-from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -22,7 +21,6 @@ from posttrain.rl.data.chat import ChatTokenizer
 from posttrain.rl.engines.client import EngineClient
 from posttrain.rl.engines.event_loop import EventLoop, LoopThread
 from posttrain.rl.environments.pool import EnvironmentPool
-from posttrain.rl.environments.protocol import Environments
 from posttrain.rl.evaluation.heldout import read_eval_tasks
 from posttrain.rl.megatron_backend.initialize import joined_ranks
 from posttrain.rl.megatron_backend.model import Policy, build_policy
@@ -48,8 +46,6 @@ from posttrain.rl.weight_sync.engine_layout import EngineShards
 from posttrain.rl.weight_sync.proof import WeightProof
 from posttrain.rl.weight_sync.publish import WeightPublisher, served_format
 from posttrain.types import Prompt
-
-T = TypeVar("T")
 
 
 @contextmanager
@@ -214,7 +210,7 @@ def _open_makers(
     graders = stack.enter_context(GraderPool.of(config))
     maker: RolloutMaker
     if uses_queue(config):
-        environments = _open_environments(config, runner, stack) if config.data.environment else None
+        environments = stack.enter_context(EnvironmentPool.of(config)) if config.data.environment else None
         maker = TrajectoryGenerator(config, read_prompts(), tokenizer, client, store, graders, environments)
     else:
         maker = RolloutCoordinator(config, read_prompts(), tokenizer, client, store, graders)
@@ -224,17 +220,6 @@ def _open_makers(
     return maker, StepEvaluation(eval_tasks, tokenizer, client, graders, run_folder / "evaluations", runner)
 
 
-def _open_environments(config: Config, runner: EventLoop, stack: ExitStack) -> Environments:
-    return _opened(EnvironmentPool.of(config), runner, stack)
-
-
-def _opened(context: AbstractAsyncContextManager[T], runner: EventLoop, stack: ExitStack) -> T:
-    """Enter an asynchronous context until the run ends."""
-    opened = AsyncExitStack()
-    stack.callback(lambda: runner.run(opened.aclose()))
-    return runner.run(opened.enter_async_context(context))
-
-
 def _open_client(
     config: Config, engine_urls: Sequence[str], secret: str, runner: EventLoop, stack: ExitStack
 ) -> EngineClient:
@@ -242,4 +227,6 @@ def _open_client(
     ranks = [engine.gpus_per_engine] * engine.num_engines + [engine.pd.gpus_per_prefill_engine] * num_prefill
     vocab_size, seconds = config.model.architecture.vocab_size, engine.request_timeout_seconds
     client = EngineClient(engine_urls, secret, seconds, ranks, vocab_size, num_prefill)
-    return _opened(client, runner, stack)
+    opened = AsyncExitStack()
+    stack.callback(lambda: runner.run(opened.aclose()))
+    return runner.run(opened.enter_async_context(client))

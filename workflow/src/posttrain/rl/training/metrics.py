@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 
 from posttrain.config.reward_sum import has_passed
+from posttrain.report.metrics import METRICS
 from posttrain.rl.algorithm.mismatch import Mismatch
 from posttrain.rl.algorithm.statistics import MEAN, STATISTICS
 from posttrain.rl.megatron_backend.train_step import NO_SIGNAL, UpdateStatistics
@@ -19,8 +20,6 @@ log = logging.getLogger(__name__)
 
 # Limit on grader metrics per step: each answer may bring new names, and each name becomes a chart.
 MAX_NAMES = 1000
-# Numbers of an episode, by metric; see `rl.rollout.episode`.
-EPISODE = "episode/"
 
 
 def step_metrics(
@@ -84,11 +83,11 @@ def _reward_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
                 values.setdefault("rollout/pass_rate", []).append(passed)
                 if group.prompt.source:
                     values.setdefault(f"source/{group.prompt.source}/pass_rate", []).append(passed)
-            of_episode = {name for name in trajectory.parts if name.startswith(EPISODE)}
+            of_episode = trajectory.parts.keys() & METRICS.keys()
             told = {name: value for name, value in trajectory.parts.items() if name not in of_episode}
             for name, score in ({**trajectory.scores, **told} if len(trajectory.scores) > 1 or told else {}).items():
                 values.setdefault(f"reward/{name}", []).extend([] if score is None else [score])
-            for name in of_episode:
+            for name in sorted(of_episode):
                 values.setdefault(name, []).append(trajectory.parts[name])
     if len(values) > MAX_NAMES:
         log.warning("graders gave %d names of metrics in this step; the first %d are kept", len(values), MAX_NAMES)

@@ -1,0 +1,55 @@
+"""An engine that answers `/generate` as a script says, and the settings of runs with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from posttrain.checkpoint.tiny.tokenizer import CHARACTERS
+from posttrain.rl.rollout.generator import TrajectoryGenerator
+from posttrain.rl.rollout.queue_store import QueueStore
+from posttrain.types import Prompt
+
+CONFIG = Path(__file__).parents[2] / "config"
+SETTINGS = {
+    "rollout.rollout_batch_size": 2,
+    "rollout.num_samples_per_prompt": 2,
+    "rollout.max_response_tokens": 6,
+    "training.global_batch_size": 4,
+    "training.num_steps": 4,
+    "training.seed": 42,
+    "rollout.max_staleness": 1,
+    "algorithm.preset": "tis",
+}
+PROMPTS = [Prompt(number, ({"role": "user", "content": f"say {number}"},), "7") for number in range(8)]
+DIGIT = CHARACTERS.index("7")
+
+
+Story = Callable[[TrajectoryGenerator, QueueStore], Coroutine[Any, Any, None]]
+
+
+class Engine:
+    """Answers requests with `answers` in turn, then with one digit; "die" ends the connection."""
+
+    def __init__(self, *answers: Any):
+        self.answers, self.asked = [*answers], list[dict[str, Any]]()
+        self.version = "0"
+
+    async def generate(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.asked.append(body)
+        tokens, reason = self.answer(body)
+        if reason == "die":
+            request.transport.close()
+        meta = {"finish_reason": {"type": reason}, "weight_version": self.version}
+        meta["output_token_logprobs"] = [[-0.5, token, None] for token in tokens]
+        return web.json_response([{"output_ids": tokens, "meta_info": meta}])
+
+    def answer(self, body: dict[str, Any]) -> tuple[list[int], str]:
+        return self.answers.pop(0) if self.answers else ([DIGIT], "stop")
+
+    async def other(self, request: web.Request) -> web.Response:
+        return web.json_response({"success": True, "status": "ok"})

@@ -1,0 +1,99 @@
+"""Episodes in environments, in groups that a queue hands to the trainer."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.scripted_engines import CONFIG, DIGIT, PROMPTS, Engine
+from tests.support.scripted_environments import ScriptedEnvironments
+
+from posttrain.plan.resolve import resolve
+from posttrain.rl.data.mixture import PromptMix
+from posttrain.rl.environments.protocol import EnvironmentFailure, Message, Observation
+from posttrain.rl.rollout.generator import TrajectoryGenerator
+from posttrain.rl.rollout.queue_store import QueueStore
+
+IN_ENVIRONMENT = {"data__environment": "calculator", "data__reward": "environment", "rollout__max_response_tokens": 60}
+
+
+def test_episodes_are_trajectories_of_their_group(play: Callable[..., None]) -> None:
+    environments, engine = ScriptedEnvironments(), Engine()
+
+    async def story(generator: TrajectoryGenerator, store: QueueStore) -> None:
+        await generator.begin(0)
+        groups = (await generator.collect(0)).groups
+        for one in (trajectory for group in groups for trajectory in group.trajectories):
+            assert (one.reward, one.num_sampled, one.parts["episode/turns"]) == (1.0, 3, 3)
+            assert one.parts["environment/turns"] == 3
+        first = [body for body in engine.asked if body["input_ids"][0] == engine.asked[0]["input_ids"][0]]
+        seeds = {body["sampling_params"][0]["sampling_seed"] for body in engine.asked}
+        assert len(seeds) == len(engine.asked), "each turn of each trajectory has a seed of its own"
+        assert len(first) >= 1
+        assert len({one.seed for one in environments.opened}) == len(environments.opened)
+
+    play(story, engine, environments=environments, rollout__max_staleness=0, algorithm__preset="grpo", **IN_ENVIRONMENT)
+    assert environments.num_open == 0
+
+
+def test_an_episode_goes_on_after_an_abort_in_the_middle(play: Callable[..., None]) -> None:
+    """Its turns are asked for again with the tokens so far, and nothing of it is sampled twice."""
+
+    class Aborting(Engine):
+        def answer(self, body: dict[str, Any]) -> tuple[list[int], str]:
+            return ([DIGIT], "abort") if len(self.asked) % 2 else ([DIGIT], "stop")
+
+    async def story(generator: TrajectoryGenerator, store: QueueStore) -> None:
+        await generator.begin(0)
+        (group, *_) = (await generator.collect(0)).groups
+        assert {one.num_sampled >= 3 for one in group.trajectories} == {True}
+        for one in group.trajectories:
+            assert len(one.logprobs) == one.num_sampled == sum(span.num_tokens for span in one.versions)
+
+    play(story, Aborting(), environments=ScriptedEnvironments(), **IN_ENVIRONMENT)
+
+
+def test_a_failed_environment_costs_its_trajectory(play: Callable[..., None]) -> None:
+    failed = list[str]()
+
+    def answer(number: int, action: Message) -> Observation:
+        if not failed:
+            failed.append("once")
+            raise EnvironmentFailure("deadline", "no answer within 1 s")
+        return Observation((), done=True)
+
+    async def story(generator: TrajectoryGenerator, store: QueueStore) -> None:
+        await generator.begin(0)
+        groups = (await generator.collect(0)).groups
+        rewards = [one.reward for group in groups for one in group.trajectories]
+        failures = [one.failure for group in groups for one in group.trajectories if one.failure]
+        assert sorted(rewards, key=str) == [1.0] * 3 + [None]
+        assert failures == ["environment: deadline: no answer within 1 s"]
+
+    settings = {**IN_ENVIRONMENT, "reward__max_failure_share": 0.5, "rollout__max_staleness": 0}
+    play(story, Engine(), environments=ScriptedEnvironments(answer), algorithm__preset="grpo", **settings)
+
+
+def test_a_group_that_cannot_begin_is_left_out_and_too_many_end_the_run(
+    play: Callable[..., None], tmp_path: Path
+) -> None:
+    async def once(generator: TrajectoryGenerator, store: QueueStore) -> None:
+        await generator.begin(0)
+        rollout = await generator.collect(0)
+        assert failing not in [group.prompt.messages[0]["content"] for group in rollout.groups]
+        assert rollout.queue["queue/dropped_no_environment"] == 1
+
+    async def always(generator: TrajectoryGenerator, store: QueueStore) -> None:
+        await generator.begin(0)
+        with pytest.raises(RuntimeError, match="environments of 2 groups could not begin"):
+            await generator.collect(0)
+
+    settings = {**IN_ENVIRONMENT, "rollout__max_staleness": 0, "algorithm__preset": "grpo"}
+    first = resolve({"model": "tiny", "site": "local", "set": "training.seed=42"}, CONFIG).config
+    failing = PromptMix(PROMPTS, first.data).take(0, 1)[0].messages[0]["content"]
+    play(once, Engine(), environments=ScriptedEnvironments(failing=failing), **settings)
+    shutil.rmtree(tmp_path / "rollouts")
+    play(always, Engine(), environments=ScriptedEnvironments(num_failing=100), **settings)
