@@ -115,17 +115,11 @@ def _data_source(data: Data, section: str) -> Problems:
             if value := getattr(data, name):
                 remedy = f"set {section}.kind=hub"
                 yield Problem("unused-value", f"{section}.{name}", repr(value), f"'' with this {section}.kind", remedy)
-    if data.kind in GENERATED:
-        yield from _counts(data)
-
-
-def _counts(data: Data) -> Problems:
-    """Whether the generated rows are as many as there can be."""
     key, count = "data.num_train_prompts", data.num_train_prompts
-    if count < 1:
+    if data.kind in GENERATED and count < 1:
         yield Problem("not-a-count", key, str(count), "at least 1", "generate some")
     most, wanted = num_different(data), count + data.num_heldout_prompts
-    if wanted > most:
+    if data.kind in GENERATED and wanted > most:
         allowed = f"at most {most} with the held-out ones: data.kind={data.kind} has no more prompts"
         remedy = "ask for fewer" + (", or raise data.num_digits" if data.kind == "sort_digits" else "")
         yield Problem("too-few-numbers", key, f"{count} of {wanted} in all", allowed, remedy)

@@ -193,9 +193,10 @@ def summarize(responses: Sequence[GradedResponse]) -> dict[str, Any]:
     Returns:
         pass_rate, pass_at_k, pass_at and pass_all (see there), num_prompts, num_samples (per prompt, k), num_responses,
         num_ungraded (responses without a reward), reward_mean of the others, has_partial_credit (some reward is not
-        simply 1 for a pass and 0 otherwise), lengths in tokens, truncated_fraction; if there are several, the pass rate of each
-        source (pass_rate_by_source) and the mean of each grader (scores); episodes (means of their numbers, by_turns), if there are any; by_prompt (id, pass rate and mean reward,
-        None without a graded response); and the first sample of the first prompts as examples.
+        simply 1 for a pass and 0 otherwise), lengths in tokens, truncated_fraction; if there are several, the pass rate
+        of each source (pass_rate_by_source) and the mean of each grader (scores); episodes (means of their numbers,
+        by_turns), if there are any; by_prompt (id, pass rate and mean reward, None without a graded response); and the
+        first sample of the first prompts as examples.
 
     Example:
         Two prompts with rewards (1, 0) and (0, 0): pass_rate 0.25, pass_at_k 0.5.
