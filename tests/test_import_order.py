@@ -38,7 +38,7 @@ ABOVE_ALL = ("errors", "cli", "moved_modules", "__init__", "__main__")
 PROGRAMS = {
     "__main__.py",
     *("rl/engines/embedded/__main__.py", "cluster/node.py", "cluster/trainer_rank.py", "cluster/on_kubernetes.py"),
-    *("cluster/beside_engines.py", "cluster/calibration_rank.py"),
+    *("cluster/beside_engines.py", "cluster/calibration_rank.py", "sandbox/serve.py"),
     *("cluster/requeue_watchdog.py", "cluster/spare_node.py"),
 }
 MODULES = {path.relative_to(LIBRARY).as_posix(): ast.parse(path.read_text()) for path in LIBRARY.rglob("*.py")}

@@ -11,7 +11,7 @@ THINK_THEN_ANSWER = r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*"
 # The built-in graders.
 BUILT_IN = (
     *("exact_match", "choice", "f1", "math", "math_answer", "math_dapo", "math_deepscaler"),
-    *("format", "length", "overlong", "repetition", "reasoning_gym", "environment"),
+    *("format", "length", "overlong", "repetition", "reasoning_gym", "environment", "code"),
 )
 
 

@@ -1,4 +1,4 @@
-"""Rules of `reward.services` and `reward.judges`. Messages never show text that may be a misplaced secret."""
+"""Rules of `reward.services`, `reward.judges` and `sandbox.address`. Messages never show a misplaced secret."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _addresses(config: Config) -> Problems:
 
 
 def wrong_url(url: str) -> str:
-    """Return the fault of an address without its possibly secret parts, or ""."""
+    """Return a malformed address without its possibly secret parts; "" for a well-formed one."""
     hidden = re.sub(r"(?<=//)[^/]*@|(?<=[?#]).*", "***", url)
     try:
         parts = urlsplit(url)
@@ -95,4 +95,11 @@ def _pattern(key: str, pattern: str, num_groups: int | None = None) -> Problems:
         yield Problem("pattern-groups", key, f"{pattern!r} with {found}", allowed, remedy)
 
 
-SERVICE_RULES: tuple[Callable[[Config], Problems], ...] = (_names, _addresses, _judges, _format)
+def _sandbox(config: Config) -> Problems:
+    if config.sandbox.address and (problem := wrong_url(config.sandbox.address)):
+        allowed = "http://host:port or https://, without user, password and query"
+        remedy = "give the address of `python -m posttrain.sandbox.serve`; its secret belongs into the environment"
+        yield Problem("not-an-address", "sandbox.address", problem, allowed, remedy)
+
+
+SERVICE_RULES: tuple[Callable[[Config], Problems], ...] = (_names, _addresses, _judges, _format, _sandbox)

@@ -42,6 +42,11 @@ def find_delegated(root: Path = ROOT, membership: Path = Path("/proc/self/cgroup
     return None
 
 
+def limits_by() -> str:
+    """Return what enforces the limits of memory and processes on this machine."""
+    return "cgroup v2" if find_delegated() else "rlimits and a watcher"
+
+
 def _is_delegated(folder: Path) -> bool:
     try:
         enabled = set((folder / "cgroup.subtree_control").read_text(encoding="utf-8").split())

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import Literal
+from typing import Any, Literal
 
 from posttrain.config.sandbox import SandboxSettings
 
@@ -14,6 +14,12 @@ from posttrain.config.sandbox import SandboxSettings
 WORK = "/work"
 # The file that holds a Python source.
 MAIN = "main.py"
+# What helps on a node that forbids sandboxes.
+REMEDY = (
+    "allow unprivileged user namespaces on this node (sysctl user.max_user_namespaces, "
+    "kernel.unprivileged_userns_clone, kernel.apparmor_restrict_unprivileged_userns; in a container its seccomp and "
+    "AppArmor profiles), or set sandbox.address to a sandbox service on other nodes (docs/sandbox.md)"
+)
 Ended = Literal["exit", "time", "memory", "processes", "files", "output", "killed"]
 
 
@@ -128,7 +134,7 @@ class Result:
         return self.ended == "exit" and self.exit_code == 0
 
 
-Runner = Callable[[Program, Limits], Awaitable[Result]]
+Runner = Callable[[Program, Limits], Coroutine[Any, Any, Result]]
 """Runs a program in a sandbox, here or at a service.
 
 Raises:

@@ -23,7 +23,7 @@ from typing import Literal
 from posttrain.errors import one_line
 from posttrain.sandbox.bubblewrap import WRITABLE, bwrap_options, find_bwrap
 from posttrain.sandbox.cgroup import add_process, find_delegated, has_run_out_of_memory, limited_cgroup
-from posttrain.sandbox.program import MAIN, WORK, Ended, Limits, Program, Result, SandboxUnavailable
+from posttrain.sandbox.program import MAIN, REMEDY, WORK, Ended, Limits, Program, Result, SandboxUnavailable
 from posttrain.sandbox.python_root import find_python
 from posttrain.sandbox.seccomp import seccomp_filter
 from posttrain.sandbox.watch import Watcher, children_of
@@ -34,11 +34,6 @@ WATCH_SECONDS = 0.02
 _CHUNK_BYTES = 1 << 16
 # Address space beyond the memory limit of a process, for mapped libraries and stacks that are never filled.
 _ADDRESS_SPACE_BYTES = 256 << 20
-REMEDY = (
-    "allow unprivileged user namespaces on this node (sysctl user.max_user_namespaces, "
-    "kernel.unprivileged_userns_clone, kernel.apparmor_restrict_unprivileged_userns; in a container its seccomp and "
-    "AppArmor profiles), or set sandbox.address to a sandbox service on other nodes (docs/sandbox.md)"
-)
 
 
 async def run(program: Program, limits: Limits) -> Result:
@@ -73,11 +68,6 @@ async def run(program: Program, limits: Limits) -> Result:
 def run_sync(program: Program, limits: Limits) -> Result:
     """Run a program as `run` does, where no event loop runs."""
     return asyncio.run(run(program, limits))
-
-
-def limits_by() -> str:
-    """Return what enforces the limits of memory and processes on this machine."""
-    return "cgroup v2" if find_delegated() else "rlimits and a watcher"
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from posttrain.plan.preflight.machine import (
 )
 from posttrain.plan.preflight.report import Finding, skipped
 from posttrain.plan.preflight.reward_tokens import check_reward_tokens
+from posttrain.plan.preflight.sandbox import check_sandbox
 from posttrain.plan.preflight.scheduler import check_scheduler
 from posttrain.plan.preflight.services import check_hub_sources
 from posttrain.plan.preflight.storage import check_storage
@@ -44,4 +45,5 @@ def check_everything(paths: Paths) -> list[Finding]:
         *check_hub_sources(paths),
         check_wandb(config),
         *check_reward_tokens(config),
+        check_sandbox(config),
     ]

@@ -19,6 +19,7 @@ from posttrain.config.schema import Config
 from posttrain.plan.flags.flag import as_environment
 from posttrain.plan.flags.sglang_flags import environment_flags
 from posttrain.plan.preflight.kv_transfer import MODULES
+from posttrain.plan.preflight.sandbox import sandbox_problems
 from posttrain.plan.preflight.versions import installed_versions, is_too_old
 
 NVIDIA_SMI = "nvidia-smi"
@@ -66,6 +67,7 @@ def inspect_node(config: Config, node_local: Path, shared: Path) -> NodeFacts:
         versions |= {"driver": driver} if driver else {}
     if config.engine.pd.num_prefill_engines:
         problems += check_transport(config)
+    problems += sandbox_problems(config)
     for name, folder in zip(DISKS, (node_local, shared), strict=True):
         try:
             rates[name] = write_rate(folder)

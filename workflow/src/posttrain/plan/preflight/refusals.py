@@ -19,6 +19,7 @@ from posttrain.errors import ConfigError, Problem, raise_if_any
 from posttrain.plan.job_needs import SERVING, check_compared, check_served
 from posttrain.plan.preflight.lm_eval import find_lm_eval_problems
 from posttrain.plan.preflight.reward_tokens import check_reward_tokens
+from posttrain.plan.preflight.sandbox import find_missing_secret
 from posttrain.plan.preflight.wandb_key import check_wandb
 from posttrain.plan.problems import find_problems
 from posttrain.plan.resolve import resolve
@@ -65,6 +66,7 @@ def find_refusals(config: Config, rules: Collection[str]) -> list[Problem]:
         found += find_lm_eval_problems(config)
     if any(rule.endswith(GRADING) for rule in rules):
         found += [finding.problem for finding in check_reward_tokens(config) if finding.problem]
+        found += [problem] if (problem := find_missing_secret(config)) else []
     return list(dict.fromkeys(found))
 
 

@@ -53,7 +53,7 @@ class Failure:
 
     Args:
         kind: "deadline" (no answer in time), "crash" (the worker died or ran out of memory), "connection" (no answer
-            after all retries), "error" (an exception, or an answer that is not a grade).
+            after all retries), "sandbox" (none can run), "error" (an exception, or an answer that is not a grade).
         reason: Human-readable reason.
     """
 

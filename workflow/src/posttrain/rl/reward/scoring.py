@@ -17,7 +17,9 @@ from posttrain.config.own_reward import inspect_own, read_prompt
 from posttrain.config.reward_sum import Term, parse_reward, total
 from posttrain.config.schema import Config
 from posttrain.config.services import Address, Judge, Service
+from posttrain.rl.reward import code
 from posttrain.rl.reward.answer import Answer, Failure, Grade
+from posttrain.rl.reward.code import CodeGrader
 from posttrain.rl.reward.graders import BuiltIn, GraderPool
 from posttrain.rl.reward.job import Grades, Job
 from posttrain.rl.reward.judge import JudgeGrader
@@ -68,7 +70,7 @@ class Scorer:
         self._pool = pool
         self.terms = {name: parse_reward(data.reward) for name, data in sources_of(config.data).items()}
         graders = {term.grader: _grader(term, config) for terms in self.terms.values() for term in terms}
-        self._far = {name: one for name, one in graders.items() if isinstance(one, ServiceGrader | JudgeGrader)}
+        self._far = {name: one for name, one in graders.items() if not isinstance(one, Local)}
         self._near = {name: one for name, one in graders.items() if isinstance(one, Local)}
 
     def needs_label(self, term: Term) -> bool:
@@ -145,9 +147,11 @@ def _joined(terms: Sequence[Term], results: Sequence[Grade | Failure]) -> Scored
     return Scored(reward, scores, parts, "; ".join(failures))
 
 
-def _grader(term: Term, config: Config) -> Local | ServiceGrader | JudgeGrader:
+def _grader(term: Term, config: Config) -> Local | ServiceGrader | JudgeGrader | CodeGrader:
     if term.grader == NAME:
         return EnvironmentGrader()
+    if term.grader == code.NAME:
+        return CodeGrader.of(config)
     if term.is_own:
         own = inspect_own(term.grader)
         _check_planned(term.grader, own.digest, config)
