@@ -3,7 +3,7 @@ import time
 import pytest
 
 from posttrain.config.reward import BUILT_IN
-from posttrain.rl.reward import code
+from posttrain.rl.reward import code, of_environment
 from posttrain.rl.reward.answer import Answer
 from posttrain.rl.reward.grade import GRADERS, grade
 from posttrain.rl.reward.graders import BuiltIn
@@ -99,7 +99,7 @@ def test_hostile_text_is_graded_in_no_time(response):
 
 
 def test_the_names_that_a_configuration_may_have():
-    assert set(BUILT_IN) == {*GRADERS, code.NAME}
+    assert set(BUILT_IN) == {*GRADERS, code.NAME, of_environment.NAME}
 
 
 @pytest.mark.parametrize("name", sorted(GRADERS))
