@@ -105,10 +105,9 @@ def test_a_session_that_the_service_does_not_know(address):
         calls = HttpCalls(address, 5)
         with pytest.raises(EnvironmentFailure, match="crash: the service has no such session"):
             await calls.post("/step", {"session": "a", "action": action("pid")})
-        for body in ({}, [], "a", {"session": 3}):
-            with pytest.raises(EnvironmentFailure) as caught:
+        for body, text in (({}, "KeyError: 'session'"), ([], "expected an object"), ({"session": 3}, "no such")):
+            with pytest.raises(EnvironmentFailure, match=text):
                 await calls.post("/reward", body)
-            assert "session" in caught.value.reason
         await calls.close()
 
     asyncio.run(story())
