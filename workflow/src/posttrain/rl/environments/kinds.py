@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from posttrain.config.own_environment import is_address
 from posttrain.config.schema import Config
 from posttrain.rl.environments.pool import EnvironmentPool
+from posttrain.rl.environments.protocol import Environments
 from posttrain.rl.environments.service import ServiceEnvironments
 
 
-def environments_of(config: Config) -> EnvironmentPool | ServiceEnvironments:
+def environments_of(config: Config) -> contextlib.AbstractContextManager[Environments]:
     """Return the environments of a configuration, a context manager.
 
     Raises:

@@ -13,7 +13,7 @@ from posttrain.rl.data.chat import ChatTokenizer
 from posttrain.rl.engines.client import EngineClient
 from posttrain.rl.engines.responses import GenerateRequest, GenerateResult
 from posttrain.rl.engines.sampling_seed import sampling_seed
-from posttrain.rl.environments.pool import EnvironmentPool
+from posttrain.rl.environments.kinds import environments_of
 from posttrain.rl.environments.protocol import EnvironmentFailure
 from posttrain.rl.rollout.episode import Episode, EpisodeRunner
 from posttrain.types import Prompt
@@ -44,7 +44,7 @@ async def _play(
 ) -> list[Episode]:
     places = [(prompt, index) for prompt in prompts for index in range(config.evaluation.num_samples_per_prompt)]
     at_a_time = asyncio.Semaphore(config.engine.max_running_requests * client.num_engines)
-    with EnvironmentPool.of(config) as environments:
+    with environments_of(config) as environments:
         runner = EpisodeRunner(config, tokenizer, environments, client, config.evaluation.temperature)
         with ProgressBar("held-out episodes", len(places), "episodes") as progress:
 

@@ -20,7 +20,7 @@ from posttrain.rl.algorithm.sft import SupervisedFineTuning
 from posttrain.rl.data.chat import ChatTokenizer
 from posttrain.rl.engines.client import EngineClient
 from posttrain.rl.engines.event_loop import EventLoop, LoopThread
-from posttrain.rl.environments.pool import EnvironmentPool
+from posttrain.rl.environments.kinds import environments_of
 from posttrain.rl.evaluation.heldout import read_eval_tasks
 from posttrain.rl.megatron_backend.initialize import joined_ranks
 from posttrain.rl.megatron_backend.model import Policy, build_policy
@@ -210,7 +210,7 @@ def _open_makers(
     graders = stack.enter_context(GraderPool.of(config))
     maker: RolloutMaker
     if uses_queue(config):
-        environments = stack.enter_context(EnvironmentPool.of(config)) if config.data.environment else None
+        environments = stack.enter_context(environments_of(config)) if config.data.environment else None
         maker = TrajectoryGenerator(config, read_prompts(), tokenizer, client, store, graders, environments)
     else:
         maker = RolloutCoordinator(config, read_prompts(), tokenizer, client, store, graders)
