@@ -324,7 +324,8 @@ def test_a_source_that_cannot_be_imported_is_named(tmp_path: Path):
 def test_the_pool_of_a_configuration(tmp_path: Path):
     path = tmp_path / "mine.py"
     path.write_text(SOURCE.read_text())
-    words = f"data.environment={path}:Nasty environment.num_workers=1 environment.deadline_seconds=3"
+    settings = "environment.num_workers=1 environment.deadline_seconds=3"
+    words = f"data.environment={path}:Nasty data.reward=environment {settings}"
     config = merge({"model": "tiny", "site": "local", "set": words}, ROOT / "config").config
 
     async def story():

@@ -218,7 +218,7 @@ def test_what_is_no_environment_is_not_served():
 
 def test_the_kind_is_chosen_by_the_name():
     def kind_of(name: str):
-        words = {"model": "tiny", "site": "local", "set": f"data.environment={name}"}
+        words = {"model": "tiny", "site": "local", "set": f"data.environment={name} data.reward=environment"}
         return type(environments_of(merge(words, ROOT / "config").config))
 
     assert kind_of("http://node7:8400") is ServiceEnvironments
