@@ -49,7 +49,7 @@ $(VENV)/.reasoning-gym: $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet --constraint envs/cpu/constraints.txt --no-deps reasoning-gym
 	touch $@
 
-demo: env $(if $(TASK),env-reasoning-gym)  ## run the whole chain on a small GLM-5 (a few minutes on two cores), on MODEL=tiny_qwen3, at TASK=spell_backward
+demo: env $(if $(filter-out calculator,$(TASK)),env-reasoning-gym)  ## run the whole chain on a small GLM-5 (a few minutes on two cores), on MODEL=tiny_qwen3, at TASK=spell_backward or calculator
 	snakemake --cores 2 $(if $(MODEL)$(TASK),--config $(if $(MODEL),model=$(MODEL)) $(if $(TASK),recipe=$(TASK)))
 
 env-sglang: ## a real SGLang server on CPU, in an environment of its own
