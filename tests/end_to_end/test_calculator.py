@@ -25,7 +25,8 @@ class Constant(Calculator):
 
 
 def settings(seed: int, num_steps: int) -> dict[str, object]:
-    steps = {"data.num_heldout_prompts": 64, "training.num_steps": num_steps, "trainer.save_interval": num_steps, "logging.keep_rollouts": "true"}
+    steps: dict[str, object] = {"training.num_steps": num_steps, "trainer.save_interval": num_steps}
+    steps |= {"data.num_heldout_prompts": 64, "logging.keep_rollouts": "true"}
     return {"data.seed": seed, "training.seed": seed, **steps}
 
 

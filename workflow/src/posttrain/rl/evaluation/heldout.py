@@ -171,7 +171,8 @@ def answer_eval_tasks(
         is_held: Verify the engines first; off for measuring the loss of a precision.
         then: Called with the client after sampling, for further requests.
     """
-    with engines_to_ask(config, checkpoint, log_folder) as engines:
+    # Turns are requested one by one.
+    with engines_to_ask(config, checkpoint, log_folder, merge_requests=bool(config.data.environment)) as engines:
         # Load the tokenizer while the engines load.
         tokenizer = ChatTokenizer(checkpoint, config.data.chat_template_kwargs)
         ready = verified_engines(config, engines, checkpoint) if is_held else client_of(config, engines)

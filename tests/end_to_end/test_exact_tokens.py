@@ -1,0 +1,127 @@
+"""Episodes on real engines: trained tokens are sampled tokens, with the probabilities of the model."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tests.support.megatron_single import CONFIG_DIR
+from tests.support.scripted_environments import ScriptedEnvironments
+from tests.support.sglang_environment import PYTHON, require_sglang
+from tests.support.tiny_checkpoint import TINY_QWEN3, make_random_checkpoint
+from transformers import AutoModelForCausalLM
+
+from posttrain.checkpoint.tiny.tokenizer import STOP_TOKENS, make_tokenizer
+from posttrain.config.schema import Config
+from posttrain.plan.resolve import resolve
+from posttrain.rl.data.chat import ChatTokenizer
+from posttrain.rl.engines.client import EngineClient
+from posttrain.rl.engines.engine_endpoints import client_of, engines_to_ask
+from posttrain.rl.engines.responses import GenerateRequest, GenerateResult
+from posttrain.rl.environments.calculator import TOOL
+from posttrain.rl.environments.protocol import Message, Observation
+from posttrain.rl.rollout.episode import Episode, EpisodeRunner
+from posttrain.types import Prompt
+
+# |engine - transformers| in nats, of FP32 models.
+BOUND = {"embedded": 1e-5, "sglang": 1e-4}
+SGLANG = {"engine.kind": "sglang", "engine.python": PYTHON}
+CALLS = {
+    "qwen25": '<tool_call>\n{"name": "calculator", "arguments": {"expression": "2*3"}}\n</tool_call>',
+    "glm45": "<tool_call>calculator\n<arg_key>expression</arg_key>\n<arg_value>2*3</arg_value>\n</tool_call>",
+    "glm47": "<tool_call>calculator<arg_key>expression</arg_key><arg_value>2*3</arg_value></tool_call>",
+}
+# Turns of one episode: (request, result).
+Turns = list[tuple[GenerateRequest, GenerateResult]]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    make_random_checkpoint(folder, TINY_QWEN3, seed=3)
+    tokenizer = make_tokenizer(TINY_QWEN3.max_position_embeddings)
+    tokenizer.save_pretrained(folder)
+    stops = {"eos_token_id": tokenizer.convert_tokens_to_ids([*STOP_TOKENS])}
+    for name in ("config.json", "generation_config.json"):
+        path = folder / name
+        content = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(content | stops))
+    return folder
+
+
+def answer(number: int, action: Message) -> Observation:
+    """Say how long the action was, for four turns."""
+    return Observation(({"role": "user", "content": f"{len(action['content'])} : {number}"},), done=number == 3)
+
+
+async def play_all(config: Config, checkpoint: Path, logs: Path, count: int) -> list[tuple[Episode, Turns]]:
+    tokenizer, environments = ChatTokenizer(checkpoint), ScriptedEnvironments(answer)
+    with engines_to_ask(config, checkpoint, logs, merge_requests=True) as engines:
+        async with client_of(config, engines) as client:
+            runner = EpisodeRunner(config, tokenizer, environments, client)
+
+            async def play(number: int) -> tuple[Episode, Turns]:
+                turns: Turns = []
+
+                async def respond(turn: int, request: GenerateRequest, engine: int | None) -> GenerateResult:
+                    seeded = dataclasses.replace(request, sampling_seed=1000 * turn + number)
+                    turns.append((seeded, await client.sample(seeded, engine)))
+                    return turns[-1][1]
+
+                prompt = Prompt(number, ({"role": "user", "content": f"{number:04d}"},), "")
+                return await runner.play(prompt, number, respond), turns
+
+            played = await asyncio.gather(*map(play, range(count)))
+            if config.engine.kind == "sglang":
+                await check_parsers(client)
+            return played
+
+
+async def check_parsers(client: EngineClient) -> None:
+    """SGLang's parsers read the calls of other models."""
+    for parser, text in CALLS.items():
+        content, (call,) = await client.parse_tool_calls(f"I compute. {text}", [TOOL], parser)
+        assert (content.strip(), call["name"]) == ("I compute.", "calculator")
+        assert json.loads(call["parameters"]) == {"expression": "2*3"}
+
+
+@pytest.mark.parametrize(
+    ("engine", "count"), [("embedded", 1000), pytest.param("sglang", 100, marks=[pytest.mark.slow, pytest.mark.sglang])]
+)
+def test_trained_tokens_are_sampled_tokens(engine: str, count: int, checkpoint: Path, tmp_path: Path) -> None:
+    if engine == "sglang":
+        require_sglang()
+    settings = {
+        "data.environment": "calculator",
+        "data.reward": "environment",
+        "rollout.max_response_tokens": 160,
+        "rollout.fp8": "false",
+        **{f"model.architecture.{key}": value for key, value in dataclasses.asdict(TINY_QWEN3).items()},
+        **(SGLANG if engine == "sglang" else {}),
+    }
+    words = " ".join(f"{key}={value}" for key, value in settings.items() if not isinstance(value, dict))
+    config = resolve({"model": "tiny_qwen3", "site": "local", "set": words}, CONFIG_DIR).config
+    played = asyncio.run(play_all(config, checkpoint, tmp_path / "logs", count))
+    assert len(played) == count
+    assert sum(len(turns) for _, turns in played) > 2 * count
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    largest = 0.0
+    for episode, turns in played:
+        sampled = [token for token, mark in zip(episode.tokens, episode.loss_mask, strict=True) if mark]
+        assert sampled == [token for _, result in turns for token in result.output_ids]
+        for request, result in turns:
+            asked = len(request.input_ids)
+            assert episode.tokens[:asked] == tuple(request.input_ids), "a turn is asked with other tokens"
+            assert episode.tokens[asked : asked + len(result.output_ids)] == result.output_ids
+            assert set(episode.loss_mask[asked : asked + len(result.output_ids)]) == {1}
+        with torch.inference_mode():
+            logprobs = model(input_ids=torch.tensor([episode.tokens])).logits[0].log_softmax(-1)
+        places = [place for place, mark in enumerate(episode.loss_mask) if mark]
+        expected = logprobs[[place - 1 for place in places], sampled]
+        largest = max(largest, float((expected - torch.tensor(episode.logprobs)).abs().max()))
+    print(f"{engine}: {count} episodes, {sum(len(turns) for _, turns in played)} turns, largest {largest:.2g} nats")
+    assert largest <= BOUND[engine]
