@@ -39,6 +39,7 @@ PARTS = {
     "configs": "every key of every family's config.json changed; what changes transformers' outputs is rejected",
     "graders": "10,000 hostile responses and a bystander",
     "statistics": "error rates and power of the intervals of changes, over 64 to 512 prompts x 1 to 16 samples",
+    "sandbox": "programs that take more time than their sandbox gives them, and SIGKILL of their callers, 100 times",
     "slow": "whole runs that take too long for every change",
     "mutants": "edits of the modules that decide, which the unit tests have to notice",
 }

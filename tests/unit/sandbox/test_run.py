@@ -162,8 +162,19 @@ def sandboxed_by(caller: int) -> set[int]:
         return set()
 
 
+@pytest.mark.faults("sandbox")
+def test_nothing_is_left_of_a_hundred_callers(tmp_path: Path) -> None:
+    for number in range(100):
+        kill_a_caller(number / 1000, tmp_path)
+
+
 @pytest.mark.parametrize("delay", [0.0, 0.005, 0.01, 0.02, 0.05, 1.0])
 def test_nothing_is_left_of_a_caller_that_is_killed(delay: float, tmp_path: Path) -> None:
+    kill_a_caller(delay, tmp_path)
+
+
+def kill_a_caller(delay: float, tmp_path: Path) -> None:
+    """Kill a caller of sandboxes so many seconds after its first call, and check that everything of them ends."""
     folders, mounts = set(os.listdir("/tmp")), Path("/proc/mounts").read_text()
     with subprocess.Popen(
         [sys.executable, "-c", CALLER],
