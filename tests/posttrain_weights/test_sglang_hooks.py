@@ -18,6 +18,9 @@ def test_every_hook_is_registered_and_only_in_the_tested_version(monkeypatch, ve
     registry.HookRegistry = type("HookRegistry", (), {"register": lambda *given: registered.update([given[:2]])})
     monkeypatch.setitem(sys.modules, "sglang", sglang)
     monkeypatch.setitem(sys.modules, "sglang.srt.plugins.hook_registry", registry)
+    structs = ModuleType("io_struct")
+    structs.Function = type("Function", (), {})
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers.io_struct", structs)
     sglang_hooks.register()
     expected = {
         sglang_hooks.HANDLER: engine_handlers.answer,
@@ -27,3 +30,4 @@ def test_every_hook_is_registered_and_only_in_the_tested_version(monkeypatch, ve
         sglang_hooks.PINNED: routed_experts.where_there_are_gpus,
     }
     assert registered == (expected if version == sglang_hooks.VERSION else {})
+    assert hasattr(structs.Function, "strict") == (version == sglang_hooks.VERSION)

@@ -1,4 +1,5 @@
-"""The SGLang plug-in: handlers that report the weights held, compact routed experts, exact versions of tokens.
+"""The SGLang plug-in: handlers that report the weights held, compact routed experts, exact versions of tokens, and
+tool calls that all of SGLang's parsers read.
 
 SGLang's plug-in mechanism (`sglang.srt.plugins`) loads it in all of SGLang's processes; it needs only torch, and Triton
 on GPUs. Commands come through SGLang's `/weights_checker`, whose `action` is free text: a JSON object is one of our
@@ -31,8 +32,17 @@ def register() -> None:
     from posttrain_weights.finished_batches import finish_first, skip_processed
     from posttrain_weights.routed_experts import packed, where_there_are_gpus
 
+    _let_every_parser_read_calls()
     HookRegistry.register(HANDLER, answer, HookType.AROUND)
     HookRegistry.register(CAPTURED, packed, HookType.AROUND)
     HookRegistry.register(PAUSED, finish_first, HookType.AROUND)
     HookRegistry.register(PROCESSED, skip_processed, HookType.AROUND)
     HookRegistry.register(PINNED, where_there_are_gpus, HookType.AROUND)
+
+
+def _let_every_parser_read_calls() -> None:
+    """Give the functions of /parse_function_call a field that glm47's parser reads; it is missing, which is HTTP 500."""
+    from sglang.srt.managers.io_struct import Function
+
+    if not hasattr(Function, "strict"):
+        Function.strict = None
