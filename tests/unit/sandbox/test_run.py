@@ -231,6 +231,17 @@ def test_a_sandbox_that_is_killed_from_outside_is_no_result() -> None:
         asyncio.run(killed())
 
 
+def test_lower_limits_of_the_caller_stay() -> None:
+    code = (
+        "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))\n"
+        "from posttrain.sandbox.run import run_sync\nfrom posttrain.sandbox.program import *\n"
+        "source = 'import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE))'\n"
+        "print(run_sync(Program(source), Limits()).stdout.decode())"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert said.stdout.strip() == "(100, 100)"
+
+
 def test_a_missing_bubblewrap_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bubblewrap.shutil, "which", lambda name: None)
     monkeypatch.setattr(bubblewrap, "_packaged", lambda: "")

@@ -7,11 +7,13 @@ from posttrain.config.reward_sum import parse_reward
 from posttrain.config.schema import Config
 from posttrain.config.suites import suite_rewards
 
-# Graders that run what a model has written.
-RUN_CODE = ("code",)
+# Graders, and environments of ours, that run what a model has written.
+RUN_CODE = ("code", "python")
 
 
 def needs_sandbox(config: Config) -> bool:
-    """Return whether responses are run: by a grader in training or in a suite."""
+    """Return whether responses are run: by the environment, or by a grader in training or in a suite."""
+    if config.data.environment in RUN_CODE:
+        return True
     rewards = [*trained_rewards(config).values(), *suite_rewards(config).values()]
     return any(term.grader in RUN_CODE for reward in rewards for term in parse_reward(reward))

@@ -36,9 +36,12 @@ def _reap_until(child: int) -> None:
 def _limit(words: str) -> None:
     for word in words.split(","):
         name, value = word.split("=")
+        kind = getattr(resource, f"RLIMIT_{name}")
+        _, most = resource.getrlimit(kind)
         # Beyond the CPU's soft limit the program gets SIGXCPU, and SIGKILL a second later.
         hard = int(value) + (name == "CPU")
-        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (int(value), hard))
+        hard = hard if most == resource.RLIM_INFINITY else min(hard, most)
+        resource.setrlimit(kind, (min(int(value), hard), hard))
 
 
 def _run_source(path: str) -> None:

@@ -8,13 +8,16 @@ with its last one.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
+import json
 import logging
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
 from posttrain.config.own_environment import OwnEnvironment, inspect_environment, is_own
+from posttrain.config.sandbox import SandboxSettings
 from posttrain.config.schema import Config
 from posttrain.rl.environments.answers import observation_of, reward_of, start_of
 from posttrain.rl.environments.protocol import EnvironmentFailure, EpisodeReward, Message, Observation, Start
@@ -23,7 +26,12 @@ from posttrain.rl.environments.worker_process import WorkerProcess
 log = logging.getLogger(__name__)
 
 # The module and class of each environment of ours.
-BUILT_IN: Mapping[str, tuple[str, str]] = {"calculator": ("posttrain.rl.environments.calculator", "Calculator")}
+BUILT_IN: Mapping[str, tuple[str, str]] = {
+    "calculator": ("posttrain.rl.environments.calculator", "Calculator"),
+    "python": ("posttrain.rl.environments.python_tool", "PythonTool"),
+}
+# Those that run programs in a sandbox, whose settings they are made with.
+SANDBOXED = ("python",)
 
 
 class EnvironmentPool:
@@ -150,17 +158,18 @@ def source_of(config: Config) -> dict[str, str]:
     """
     name = config.data.environment
     if not is_own(name):
-        return built_in_source(name)
+        return built_in_source(name, config.sandbox)
     own = inspect_environment(name)
     if own.digest != config.environment.digest:
         raise RuntimeError(f"{own.path} has changed since the run was planned; run again to plan with it as it is")
     return own_source(own)
 
 
-def built_in_source(name: str) -> dict[str, str]:
-    """Return what workers import for an environment of ours."""
+def built_in_source(name: str, sandbox: SandboxSettings | None = None) -> dict[str, str]:
+    """Return what workers import for an environment of ours; its sandbox has the default limits unless told."""
     module, made = BUILT_IN[name]
-    return {"module": module, "name": made}
+    settings = {"settings": json.dumps(dataclasses.asdict(sandbox))} if sandbox and name in SANDBOXED else {}
+    return {"module": module, "name": made, **settings}
 
 
 def own_source(own: OwnEnvironment) -> dict[str, str]:

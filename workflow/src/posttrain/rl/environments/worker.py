@@ -22,6 +22,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import psutil
@@ -43,7 +44,8 @@ def main(memory_bytes: int, source: Mapping[str, str]) -> None:
 
     Args:
         memory_bytes: Limit on memory mapped beyond that after the import of the environment.
-        source: "path", "name" and "digest" of the user's class, or "module" and "name" of one of ours.
+        source: "path", "name" and "digest" of the user's class, or "module" and "name" of one of ours, perhaps
+            with "settings", further arguments as JSON.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of the terminal
     channel = socket.socket(fileno=os.dup(0))
@@ -63,8 +65,8 @@ def main(memory_bytes: int, source: Mapping[str, str]) -> None:
 def _class_of(source: Mapping[str, str]) -> Callable[[int], Any]:
     own = "path" in source
     module = load_module(source["path"], source["digest"]) if own else importlib.import_module(source["module"])
-    made: Callable[[int], Any] = getattr(module, source["name"])
-    return made
+    made: Callable[..., Any] = getattr(module, source["name"])
+    return partial(made, **json.loads(source["settings"])) if "settings" in source else made
 
 
 class Host:
