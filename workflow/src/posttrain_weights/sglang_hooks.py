@@ -41,7 +41,7 @@ def register() -> None:
 
 
 def _let_every_parser_read_calls() -> None:
-    """Give the functions of /parse_function_call a field that glm47's parser reads; it is missing, which is HTTP 500."""
+    """Give the functions of /parse_function_call a field that glm47's parser reads; without it, it answers HTTP 500."""
     from sglang.srt.managers.io_struct import Function
 
     if not hasattr(Function, "strict"):
