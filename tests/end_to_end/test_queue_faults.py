@@ -7,6 +7,7 @@ is computed here from the files alone.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -18,13 +19,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from tests.support.fault_parts import Count
 from tests.support.fault_record import FaultRecord
 from tests.support.forked_programs import ONE_THREAD, ForkedProgram
 from tests.support.megatron_single import CONFIG_DIR
 
-from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
+from posttrain.checkpoint.tiny.tokenizer import STOP_TOKENS, make_tokenizer
 from posttrain.config.load import Resolved, dump_resolved
 from posttrain.plan.resolve import resolve
 from posttrain.rl.engines.ports import choose_free_ports
@@ -48,6 +50,28 @@ SETTINGS = {
     "algorithm.preset": "tis",
 }
 SAMPLING = {"rollout.dynamic_sampling": "true", "rollout.max_oversampling": 2}
+EPISODES = {
+    "data.environment": "ENVIRONMENT:Guess",
+    "data.reward": "environment",
+    "rollout.max_response_tokens": 60,
+    "reward.max_failure_share": 1,
+}
+GUESS = """class Guess:
+    def __init__(self, seed):
+        self.num_turns, self.most = 0, 2 + seed % 2
+
+    async def reset(self, row):
+        return row["messages"], None
+
+    async def step(self, action):
+        self.num_turns += 1
+        self.is_right = action["content"] == "7777"
+        return [{"role": "user", "content": "more"}], self.num_turns == self.most
+
+    async def reward(self, trajectory):
+        return float(self.is_right)
+"""
+WORKER = "posttrain.rl.environments.worker"
 RUNS = {
     "recompute": {"rollout.on_new_weights": "recompute", "rollout.max_staleness": 2},
     "keep": {"rollout.on_new_weights": "keep", "rollout.max_staleness": 1},
@@ -62,6 +86,8 @@ RUNS = {
         "rollout.tail_fraction": 0.7,
         "engine.sleep": "always",
     },
+    "episodes": {"rollout.on_new_weights": "abort", "rollout.max_staleness": 2, **EPISODES},
+    "synchronous episodes": {"rollout.max_staleness": 0, **EPISODES},
 }
 # The moments of a training without kills: about this many.
 NUM_MOMENTS, NUM_CALLS = 110, 60
@@ -70,11 +96,16 @@ ENVIRONMENT = {**os.environ, **ONE_THREAD}
 
 def prepare(folder: Path, settings: dict[str, Any]) -> None:
     """Put into a folder what a rank begins with."""
-    words = " ".join(f"{key}={value}" for key, value in (SETTINGS | settings).items())
-    config = resolve({"model": "tiny", "site": "local", "set": words}, CONFIG_DIR).config
     folder.mkdir(parents=True)
+    (folder / "own.py").write_text(GUESS)
+    words = " ".join(f"{key}={value}" for key, value in (SETTINGS | settings).items())
+    words = words.replace("ENVIRONMENT", str(folder / "own.py"))
+    config = resolve({"model": "tiny", "site": "local", "set": words}, CONFIG_DIR).config
     (folder / "config.yaml").write_text(dump_resolved(Resolved(config, {}, "run")))
-    make_tokenizer(config.model.architecture.max_position_embeddings).save_pretrained(folder / "hf")
+    tokenizer = make_tokenizer(config.model.architecture.max_position_embeddings)
+    tokenizer.save_pretrained(folder / "hf")
+    stops = {"eos_token_id": tokenizer.convert_tokens_to_ids([*STOP_TOKENS])}
+    (folder / "hf/generation_config.json").write_text(json.dumps(stops))
 
 
 class Training:
@@ -87,7 +118,8 @@ class Training:
 
     def __init__(self, folder: Path, chance: random.Random):
         self.folder, self._chance = folder, chance
-        self.num_kills = self.num_engine_deaths = 0
+        self._has_episodes = "own.py" in (folder / "config.yaml").read_text()
+        self.num_kills = self.num_engine_deaths = self.num_worker_deaths = 0
         self._promised = dict[int, TrajectoryGroup]()
         self._taken = dict[int, list[TrajectoryGroup]]()
 
@@ -108,12 +140,14 @@ class Training:
             began = time.monotonic()
             while rank.poll() is None:
                 self._replace_dead(engines)
+                self._kill_worker()
                 if time.monotonic() - began > 60:
                     rank.kill()
                     pytest.fail(f"{self.folder}: the rank hangs\n{rank.communicate(10)[0][-4000:]}")
                 time.sleep(0.005)
             self._replace_dead(engines)
         output, _ = rank.communicate(10)
+        self._check_no_worker_is_left()
         self.num_kills += rank.returncode == -signal.SIGKILL
         if rank.returncode in (0, -signal.SIGKILL):
             return rank.returncode == 0
@@ -121,6 +155,27 @@ class Training:
         assert self.num_engine_deaths > deaths_before, output[-6000:]
         assert "engine" in output.splitlines()[-1], output[-6000:]
         return False
+
+    def _workers(self) -> list[psutil.Process]:
+        """Return the processes of this training's environments."""
+        everyone = psutil.process_iter(["cmdline"])
+        words = [(one, one.info["cmdline"] or []) for one in everyone]
+        return [one for one, line in words if WORKER in line and any(str(self.folder) in word for word in line)]
+
+    def _kill_worker(self) -> None:
+        """End a process of environments now and then."""
+        if self._has_episodes and self._chance.random() < 0.01:
+            for worker in self._workers()[:1]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    worker.kill()
+                    self.num_worker_deaths += 1
+
+    def _check_no_worker_is_left(self) -> None:
+        """No process of an environment outlives its trainer."""
+        until = time.monotonic() + 10
+        while left := self._workers():
+            assert time.monotonic() < until, f"left over: {left}"
+            time.sleep(0.05)
 
     def _replace_dead(self, engines: dict[int, ForkedProgram]) -> None:
         """Start engines that have ended again, as a supervisor does."""
@@ -168,6 +223,10 @@ class Training:
             assert all(sum(span.num_tokens for span in one.versions) == one.num_sampled
                        for group in groups for one in group.trajectories)  # fmt: skip
             assert [len(group.trajectories) for group in groups] == [GROUP_SIZE] * NUM_GROUPS
+            episodes = [one for group in groups for one in group.trajectories if "episode/turns" in one.parts]
+            assert all(one.reward is None or one.parts["episode/turns"] in (2, 3) for one in episodes), (
+                "half an episode"
+            )
         positions = [group.position for groups in trained.values() for group in groups]
         assert len({*positions}) == len(positions) == NUM_GROUPS * NUM_STEPS, "a group was trained on twice"
         done = QueueStore(self.folder / "run/rollouts").read_done(NUM_STEPS)
@@ -201,18 +260,23 @@ def test_what_a_run_promises_holds_after_kills(name: str, count: Count, tmp_path
     settings, moments, began = RUNS[name], Counter[str](), time.monotonic()
     while sum(row["kills"] + row["engine_deaths"] for row in count.rows) < NUM_EVENTS / len(RUNS):
         number = len(count.rows)
+        prepare(tmp_path / f"run_{number}", settings)
         training = Training(tmp_path / f"run_{number}", random.Random(f"{name} {number}"))
-        prepare(training.folder, settings)
         training.live_through()
-        training.check(settings["rollout.max_staleness"], "rollout.dynamic_sampling" in settings)
+        training.check(
+            settings["rollout.max_staleness"], bool({"rollout.dynamic_sampling", "data.environment"} & {*settings})
+        )
         path = training.folder / "moments.txt"
         told = path.read_text().split("\n")[:-1] if path.exists() else []
         row = {"kills": training.num_kills, "engine_deaths": training.num_engine_deaths, "moments": told}
+        row["worker_deaths"] = training.num_worker_deaths
         count.add([row])
     for row in count.rows:
         moments.update(row["moments"])
     assert sum(row["kills"] for row in count.rows) == moments.total()
     seconds = time.monotonic() - began
     faults.add_counts("kills", {f"{name}: {moment}": times for moment, times in moments.items()}, seconds)
+    if deaths := sum(row.get("worker_deaths", 0) for row in count.rows):
+        faults.add_counts("kills", {f"{name}: a process of environments": deaths}, seconds)
     faults.add_counts("kills", {f"{name}: an engine": sum(row["engine_deaths"] for row in count.rows)}, seconds)
     faults.equal = True

@@ -29,6 +29,7 @@ from posttrain.config.load import load_resolved
 from posttrain.rl.data.chat import ChatTokenizer
 from posttrain.rl.engines.client import EngineClient
 from posttrain.rl.engines.event_loop import EventLoop, LoopThread
+from posttrain.rl.environments.kinds import environments_of
 from posttrain.rl.reward.graders import GraderPool
 from posttrain.rl.rollout.generator import TrajectoryGenerator
 from posttrain.rl.rollout.queue_store import QueueStore
@@ -149,7 +150,9 @@ def main(folder: Path, last_moment: int, urls: Sequence[str]) -> None:
         client = EngineClient(urls, SECRET, 30.0)
         runner.run(client.__aenter__())
         graders = stack.enter_context(GraderPool.of(config))
-        generator = TrajectoryGenerator(config, PROMPTS, ChatTokenizer(folder / "hf"), client, rollouts, graders)
+        environments = stack.enter_context(environments_of(config)) if config.data.environment else None
+        tokenizer = ChatTokenizer(folder / "hf")
+        generator = TrajectoryGenerator(config, PROMPTS, tokenizer, client, rollouts, graders, environments)
         source = QueueSource(runner, None, 30.0, client, generator, runs_ahead(config))
         shards = EngineShards(OneTensor(), client, runner)  # type: ignore[arg-type]
         publisher = WeightPublisher(config, shards, folder / "served", folder / "hf")
