@@ -149,7 +149,7 @@ def _answer(length: int, spans: list[tuple[str | None, int]], newest: str | None
     return {
         "output_ids": [TOKEN] * start,
         "meta_info": {
-            "finish_reason": {"type": "length" if is_complete else "abort"},
+            "finish_reason": {"type": "stop" if is_complete else "abort"},
             "output_token_logprobs": [[-1.0, TOKEN, None]] * start,
             "weight_version": versions[-1]["version"] if versions else newest,
             "weight_versions": versions,
