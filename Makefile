@@ -19,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Tests run side by side, file by file; one file always has one worker.
 WORKERS ?= 2
 
-.PHONY: help demo check test test-faults test-gpu docs env env-reasoning-gym env-sglang env-vllm env-rehearsal env-bridge env-lm-eval env-python312 env-mooncake env-network env-slurm env-strace env-chromium lint clean
+.PHONY: help demo check test test-faults test-gpu docs env env-reasoning-gym env-sglang env-vllm env-rehearsal env-bridge env-lm-eval env-environments env-python312 env-mooncake env-network env-slurm env-strace env-chromium lint clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -66,6 +66,10 @@ env-bridge: env-python312 ## megatron-bridge, which conversions are compared wit
 
 env-lm-eval: ## lm-eval, which the rule of that name runs, in an environment of its own
 	PYTHON=$(PYTHON) envs/lm-eval/install.sh .envs/lm-eval
+
+env-environments: ## OpenEnv and NeMo Gym, whose servers our clients are tested against (2 GB)
+	$(NEEDS_312)
+	envs/environments/install.sh .envs/environments $(PYTHON312)
 
 env-python312: ## a clone with an environment of Python 3.12, where the demo runs once more (up to 6 GB)
 	$(NEEDS_312)
@@ -133,6 +137,9 @@ test-faults: env-bridge
 endif
 ifneq (,$(findstring lm-eval,$(REQUIRE)))
 test-faults: env-lm-eval
+endif
+ifneq (,$(findstring environments,$(REQUIRE)))
+test-faults: env-environments
 endif
 ifneq (,$(findstring python312,$(REQUIRE)))
 test-faults: env-python312

@@ -19,6 +19,7 @@ NAMES = {
         "chromium",
         "rehearsal",
         "bridge",
+        "environments",
         "lm-eval",
         "python312",
     )

@@ -7,12 +7,13 @@ import contextlib
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from aiohttp import web
 from tests.support import nasty_environment
+from tests.support.answering_services import answering
 from tests.support.workflow_runs import ROOT
 
 from posttrain.config.load import merge
@@ -147,23 +148,8 @@ def test_a_service_that_ends_or_is_not_there():
         asyncio.run(story())
 
 
-@contextlib.asynccontextmanager
-async def scripted(answer) -> AsyncIterator[str]:
-    """Serve answers of the test's own."""
-    app = web.Application()
-    app.router.add_post("/reset", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
-
-
 async def refused(answer) -> tuple[str, str]:
-    async with scripted(answer) as url:
+    async with answering(web.post("/reset", answer)) as url:
         environment = await ServiceEnvironments(url, 5).open(0)
         with pytest.raises(EnvironmentFailure) as caught:
             await environment.reset({"label": 1})

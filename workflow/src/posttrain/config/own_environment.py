@@ -14,7 +14,7 @@ from posttrain.config.own_source import digest_of, read_source, refused
 KEY = "data.environment"
 # Environments that come with posttrain (`rl.environments.built_in`), and how the address of a service begins.
 BUILT_IN = ("calculator", "python")
-SCHEMES = ("http", "https")
+SCHEMES = ("http", "https", "openenv+http", "openenv+https", "nemo_gym+http", "nemo_gym+https")
 # Method -> the parameters that it is called with.
 METHODS: Mapping[str, tuple[str, ...]] = {
     "__init__": ("seed",),

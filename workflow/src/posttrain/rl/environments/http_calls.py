@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import aiohttp
@@ -35,11 +36,28 @@ class HttpCalls:
         return {cookie.key: cookie.value for cookie in self._session.cookie_jar} if self._session else {}
 
     async def post(self, path: str, body: Any) -> Any:
-        """Return the answer to one request.
+        """Return the JSON that a request is answered with.
 
         Args:
             path: Below the address, such as "/step".
             body: JSON types.
+
+        Raises:
+            EnvironmentFailure: The service failed, cannot be reached, or did not answer in time.
+        """
+        _, content = await self.ask(path, body)
+        try:
+            return parse_json(content)
+        except ValueError as error:
+            raise EnvironmentFailure("error", f"{path} was answered with no JSON: {error}") from error
+
+    async def ask(self, path: str, body: Any, statuses: Sequence[int] = (200,)) -> tuple[int, bytes]:
+        """Return the status and the content that a request is answered with.
+
+        Args:
+            path: Below the address.
+            body: JSON types.
+            statuses: Any other is a failure.
 
         Raises:
             EnvironmentFailure: The service failed, cannot be reached, or did not answer in time.
@@ -50,7 +68,7 @@ class HttpCalls:
             raise EnvironmentFailure("error", f"what {path} is given is no JSON: {error}") from error
         try:
             async with asyncio.timeout(self._deadline):
-                return await self._post(path, content)
+                return await self._ask(path, content, statuses)
         except TimeoutError as error:
             raise EnvironmentFailure("deadline", f"{path} was not answered within {self._deadline:g} s") from error
         except OversizedAnswerError as error:
@@ -58,7 +76,7 @@ class HttpCalls:
         except (aiohttp.ClientError, OSError) as error:
             raise EnvironmentFailure("crash", f"{path}: {type(error).__name__}: {one_line(error)}") from error
 
-    async def _post(self, path: str, content: bytes) -> Any:
+    async def _ask(self, path: str, content: bytes, statuses: Sequence[int]) -> tuple[int, bytes]:
         if self._session is None:
             # Cookies of addresses without a name, too.
             timeout, jar = aiohttp.ClientTimeout(total=None), aiohttp.CookieJar(unsafe=True)
@@ -67,8 +85,8 @@ class HttpCalls:
         post = self._session.post(self._url + path, data=content, headers=headers, allow_redirects=False)
         async with post as response:
             chunks = response.content.iter_any()
-            if response.status == 200:
-                return _parsed(path, await read_bounded(chunks, MAX_ANSWER_BYTES))
+            if response.status in statuses:
+                return response.status, await read_bounded(chunks, MAX_ANSWER_BYTES)
             if "json" in response.content_type and not 300 <= response.status < 400:
                 raise _stated(path, response.status, await read_bounded(chunks))
             reason = await read_refusal(response.status, response.headers, chunks)
@@ -78,13 +96,6 @@ class HttpCalls:
         """Close the connection."""
         if self._session is not None:
             await self._session.close()
-
-
-def _parsed(path: str, content: bytes) -> Any:
-    try:
-        return parse_json(content)
-    except ValueError as error:
-        raise EnvironmentFailure("error", f"{path} was answered with no JSON: {error}") from error
 
 
 def _stated(path: str, status: int, content: bytes) -> EnvironmentFailure:

@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Make virtual environments with servers that adapters of environments are tested against: OpenEnv's and NeMo Gym's.
+# Their requirements exclude each other, and ours.
+#
+# Usage: install.sh FOLDER PYTHON        (PYTHON: 3.12; makes FOLDER/openenv and FOLDER/nemo-gym)
+set -euo pipefail
+
+folder=${1:?usage: install.sh FOLDER PYTHON}
+python=${2:?usage: install.sh FOLDER PYTHON}
+
+for kind in openenv nemo-gym; do
+    pins=$(dirname "${BASH_SOURCE[0]}")/$kind.txt
+    cmp --quiet "$pins" "$folder/$kind/.ready" && continue
+    "$python" -m venv --clear "$folder/$kind"
+    # Everything is pinned, so nothing has to be resolved.
+    "$folder/$kind/bin/python" -m pip --quiet --no-input install --no-deps --requirement "$pins"
+    # Written last, so that a half-made environment is made again.
+    cp "$pins" "$folder/$kind/.ready"
+done
