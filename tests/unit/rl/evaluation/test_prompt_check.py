@@ -133,3 +133,25 @@ def test_what_a_response_loses_is_a_warning(check) -> None:
     ] * 3
     (warning,) = check(rows, recipe="sft").warnings
     assert "'thoughts' of the response to learn (3 prompts with it): not shown in 3 of 3 places" in warning.value
+
+
+AGENT = ("data.reward=environment", "data.environment=calculator")
+QUESTIONS = [{"prompt": f"{i}+1", "label": f"{i + 1}"} for i in range(8)]
+
+
+def test_a_template_that_drops_thinking_is_told_of_where_there_are_turns(check, tmp_path: Path) -> None:
+    code = "template-drops-thinking"
+    assert code not in [problem.code for problem in check(QUESTIONS, *AGENT).warnings]
+    (tmp_path / "chat_template.jinja").write_text(
+        TEMPLATE.replace("m.reasoning_content or ''", "(m.reasoning_content or '') if loop.last else ''")
+    )
+    (told,) = [problem for problem in check(QUESTIONS, *AGENT).warnings if problem.code == code]
+    assert (told.key, told.value) == ("environment.history", "keep")
+    assert code not in [problem.code for problem in check(QUESTIONS).warnings]
+
+
+def test_a_template_whose_turns_do_not_end_is_refused_where_there_are_turns(check, tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
+    check(QUESTIONS)
+    with rejected("template-without-turns"):
+        check(QUESTIONS, *AGENT)

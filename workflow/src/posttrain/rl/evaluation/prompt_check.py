@@ -16,6 +16,7 @@ from posttrain.rl.data.dataset_files import HELDOUT, TRAIN
 from posttrain.rl.data.label_leak import check_leak
 from posttrain.rl.data.unread_fields import find_unread
 from posttrain.rl.evaluation.heldout import EvalTask
+from posttrain.rl.rollout.conversation import continuation, drops_thinking
 from posttrain.types import Prompt
 
 log = logging.getLogger(__name__)
@@ -98,7 +99,24 @@ def check_prompts(
         refused, known = check_leak(key, prompts, config.reward.max_label_in_prompt)
         problems += refused
         warnings += known
+    if config.data.environment:
+        warnings += _of_turns(config, chat)
     return problems, warnings
+
+
+def _of_turns(config: Config, chat: ChatTokenizer) -> list[Problem]:
+    """Return what the template does to the turns of an episode.
+
+    Raises:
+        CheckpointError: No turn can follow a sampled response.
+    """
+    continuation(chat, [{"role": "user", "content": "a"}], last_token=-1)
+    if not drops_thinking(chat):
+        return []
+    key, history = "environment.history", config.environment.history
+    allowed = "either; the chat template leaves the thinking of earlier turns out"
+    remedy = "keep trains on turns that see earlier thinking; template trains on segments as a server would show them"
+    return [Problem("template-drops-thinking", key, history, allowed, remedy)]
 
 
 def _unread(

@@ -133,8 +133,8 @@ def continuation(
     Args:
         tokenizer: Renders messages.
         messages: The new ones.
-        last_token: The response's last token. If the template writes the same one at the end of a turn, the result
-            begins after it.
+        last_token: The response's last token; -1 if there is none. If the template writes the same one at the end of a
+            turn, the result begins after it.
         tools: JSON schemas of the functions that may be called.
         calls_tool: The response calls a function.
 
@@ -149,7 +149,8 @@ def continuation(
         _, found, ending = tokenizer.render_text([_ASKED, answer, *messages], tools).partition(_PROBE)
         stops = [place for stop in tokenizer.stop_texts if (place := ending.find(stop)) >= 0]
         if found and stops:
-            return tokenizer.encode(ending[min(stops) :].removeprefix(tokenizer.text_of([last_token])))
+            last_text = tokenizer.text_of([last_token]) if last_token >= 0 else ""
+            return tokenizer.encode(ending[min(stops) :].removeprefix(last_text))
     raise CheckpointError(
         "template-without-turns",
         f"{tokenizer.folder}: the chat template ends an assistant's turn with none of the stop tokens "
