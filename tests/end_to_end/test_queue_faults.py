@@ -72,6 +72,8 @@ GUESS = """class Guess:
         return float(self.is_right)
 """
 WORKER = "posttrain.rl.environments.worker"
+# To import its modules takes a process that long, on busy cores.
+SERVING_SECONDS = 2.0
 RUNS = {
     "recompute": {"rollout.on_new_weights": "recompute", "rollout.max_staleness": 2},
     "keep": {"rollout.on_new_weights": "keep", "rollout.max_staleness": 1},
@@ -163,12 +165,13 @@ class Training:
         return [one for one, line in words if WORKER in line and any(str(self.folder) in word for word in line)]
 
     def _kill_worker(self) -> None:
-        """End a process of environments now and then."""
+        """End a process of environments now and then, one that has begun to serve."""
         if self._has_episodes and self._chance.random() < 0.01:
             for worker in self._workers()[:1]:
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    worker.kill()
-                    self.num_worker_deaths += 1
+                    if time.time() - worker.create_time() > SERVING_SECONDS:
+                        worker.kill()
+                        self.num_worker_deaths += 1
 
     def _check_no_worker_is_left(self) -> None:
         """No process of an environment outlives its trainer."""
