@@ -138,3 +138,16 @@ def test_when_it_is_due() -> None:
         config = resolve(words=f"evaluation.interval={interval}").config
         assert [finished for finished in range(10) if evaluation_is_due(config, finished)] == due
     assert not any(evaluation_is_due(resolve().config, finished) for finished in range(10))
+
+
+AGENT = "data.environment=calculator data.reward=environment"
+
+
+def test_a_suite_without_a_reward_of_its_own_is_played_in_the_runs_environment() -> None:
+    suites = {"sums": SUMS, "single": {**SUMS, "reward": "exact_match"}}
+    tasks = eval_tasks_of(resolve(suites, AGENT).config)
+    played = {name: (task.data.environment, task.data.reward) for name, task in tasks.items()}
+    assert played["sums"] == ("calculator", "environment")
+    assert played["single"] == ("", "exact_match")
+    with rejected("reward-of-another-kind", key=f"{SUITE}.reward"):
+        resolve({"sums": {**SUMS, "reward": "environment"}}, AGENT)

@@ -14,6 +14,7 @@ from posttrain.config.own_environment import BUILT_IN, KEY, SCHEMES, is_address,
 from posttrain.config.reward_sum import parse_reward
 from posttrain.config.schema import Config
 from posttrain.config.service_rules import wrong_url
+from posttrain.config.suites import suite_rewards
 from posttrain.document import ANY
 from posttrain.errors import ConfigError, Problem
 
@@ -66,6 +67,14 @@ def _reward(config: Config) -> Problems:
                 )
 
 
+def _suites(config: Config) -> Problems:
+    for key, reward in suite_rewards(config).items():
+        with contextlib.suppress(ConfigError):
+            if GRADER in [term.grader for term in parse_reward(reward, key)]:
+                allowed = f"a grader of single responses; without {key} the suite is played in the run's environment"
+                yield Problem("reward-of-another-kind", key, repr(reward), allowed, "leave it out")
+
+
 def _segments(config: Config) -> Problems:
     aggregation = config.algorithm.loss_aggregation
     if config.environment.history == "template" and aggregation == "micro_batch_mean":
@@ -98,6 +107,7 @@ ENVIRONMENT_RULES: tuple[Callable[[Config], Problems], ...] = (
     _turns,
     _objective,
     _reward,
+    _suites,
     _segments,
     _parser,
     _without_environment,

@@ -28,7 +28,9 @@ class Suite:
     system_prompt: str = _doc("As `data.system_prompt`", "")
     prompt_template: str = _doc("As `data.prompt_template`", "")
     unlabeled: str = _doc("As `data.unlabeled`", "refuse", choices=("refuse", "drop"))
-    reward: str = _doc("Grader of the responses, as `data.reward`; empty: the same", "")
+    reward: str = _doc(
+        "Grader of the responses, as `data.reward`; empty: the same, in the run's environment if it has one", ""
+    )
     num_prompts: int = _doc("Number of prompts, from the first; 0: all", 0, minimum=0)
     num_samples_per_prompt: int = _doc("Responses per prompt; pass@k is reported for k up to this number", 1, minimum=1)
     temperature: float = _doc("Sampling temperature; 0 takes the likeliest token", 1.0, minimum=0)

@@ -36,7 +36,12 @@ def _exam_of(config: Config, suite: Suite) -> Config:
     longest = suite.max_response_tokens or rollout.max_response_tokens
     return dataclasses.replace(
         config,
-        data=dataclasses.replace(suite_data(suite), reward=suite.reward or config.data.reward),
+        data=dataclasses.replace(
+            suite_data(suite),
+            reward=suite.reward or config.data.reward,
+            # Only with the run's reward: another one grades single responses.
+            environment="" if suite.reward else config.data.environment,
+        ),
         rollout=dataclasses.replace(rollout, max_response_tokens=longest),
         # The reward functions of suites are not part of the experiment.
         reward=dataclasses.replace(reward, own_digests=[*reward.own_digests, *evaluation.own_digests]),

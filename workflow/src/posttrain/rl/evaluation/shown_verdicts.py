@@ -15,6 +15,7 @@ from posttrain.config.reward_sum import Term
 from posttrain.config.schema import Config
 from posttrain.rl.data.chat import ChatTokenizer
 from posttrain.rl.reward.answer import Answer
+from posttrain.rl.reward.of_environment import NAME
 from posttrain.rl.reward.scoring import Scorer
 from posttrain.types import Prompt, label_text
 
@@ -70,7 +71,9 @@ async def show_verdicts(
     shown = []
     for source in sources_of(config.data):
         first, *others = scorer.terms[source]
-        terms = others if scorer.needs_label(first) else [first, *others]
+        tried = others if scorer.needs_label(first) else [first, *others]
+        # An environment grades what was done in it.
+        terms = [term for term in tried if term.grader != NAME]
         rows = [prompt for prompt in prompts if prompt.source == source]
         answers = _tried(config, chat, rows) if rows and terms else []
         shown += [await _shown(scorer, term, answers) for term in terms if answers]
