@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -53,3 +54,17 @@ class Engine:
 
     async def other(self, request: web.Request) -> web.Response:
         return web.json_response({"success": True, "status": "ok"})
+
+
+class HoldingEngine(Engine):
+    """Holds every other one of its first four requests until it is released."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.released = asyncio.Event()
+
+    async def generate(self, request: web.Request) -> web.Response:
+        answer = await super().generate(request)
+        if len(self.asked) in (1, 3):
+            await self.released.wait()
+        return answer

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.scripted_engines import CONFIG, DIGIT, PROMPTS, Engine
+from tests.support.scripted_engines import CONFIG, DIGIT, PROMPTS, Engine, HoldingEngine
 from tests.support.scripted_environments import ScriptedEnvironments
 
 from posttrain.plan.resolve import resolve
@@ -97,3 +98,19 @@ def test_a_group_that_cannot_begin_is_left_out_and_too_many_end_the_run(
     play(once, Engine(), environments=ScriptedEnvironments(failing=failing), **settings)
     shutil.rmtree(tmp_path / "rollouts")
     play(always, Engine(), environments=ScriptedEnvironments(num_failing=100), **settings)
+
+
+def test_what_runs_ends_with_the_generator_and_nothing_begins_after(play: Callable[..., None]) -> None:
+    environments = ScriptedEnvironments()
+
+    async def story(generator: TrajectoryGenerator, store: QueueStore) -> None:
+        await generator.begin(0)
+        while not environments.opened:
+            await asyncio.sleep(0.01)
+        await generator.close()
+        assert environments.num_open == 0
+        count = len(environments.opened)
+        await asyncio.sleep(0.05)
+        assert len(environments.opened) == count
+
+    play(story, HoldingEngine(), environments=environments, **IN_ENVIRONMENT)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from tests.support.scripted_engines import DIGIT, Engine
+from tests.support.scripted_engines import DIGIT, Engine, HoldingEngine
 
 from posttrain.errors import CheckpointError
 from posttrain.rl.engines.calls import EngineError
@@ -21,20 +21,6 @@ from posttrain.rl.rollout.queue_store import QueueStore
 from posttrain.types import VersionSpan
 
 TURNS = {"engine__sleep": "always", "rollout__tail_fraction": 0.5, "rollout__on_new_weights": "abort"}
-
-
-class HoldingEngine(Engine):
-    """Holds every other one of its first four requests until it is released."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.released = asyncio.Event()
-
-    async def generate(self, request: web.Request) -> web.Response:
-        answer = await super().generate(request)
-        if len(self.asked) in (1, 3):
-            await self.released.wait()
-        return answer
 
 
 class AbortingEngine(Engine):

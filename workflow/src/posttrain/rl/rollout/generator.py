@@ -141,6 +141,15 @@ class TrajectoryGenerator:
         self._ready: dict[int, TrajectoryGroup] = {}
         self._num_responses = 0  # being generated
         self._background = _Background()
+        self._is_closed = False
+
+    async def close(self) -> None:
+        """End what still runs; what it uses may be closed then."""
+        self._is_closed = True
+        running = [*self._background.tasks]
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
 
     async def begin(self, finished: int) -> None:
         """Go on after `finished` steps: take over what earlier attempts stored, and start groups."""
@@ -225,6 +234,8 @@ class TrajectoryGenerator:
 
     def _start_groups(self) -> None:
         """Start as many groups as the queue allows and the engines have free places for."""
+        if self._is_closed:
+            return
         size, engine = self._config.rollout.num_samples_per_prompt, self._config.engine
         most = max(size, engine.num_engines * engine.max_running_requests)
         while self._num_responses + size <= most and (position := self._queue.start()) is not None:

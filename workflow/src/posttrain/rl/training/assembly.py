@@ -211,7 +211,9 @@ def _open_makers(
     maker: RolloutMaker
     if uses_queue(config):
         environments = stack.enter_context(environments_of(config)) if config.data.environment else None
-        maker = TrajectoryGenerator(config, read_prompts(), tokenizer, client, store, graders, environments)
+        generator = TrajectoryGenerator(config, read_prompts(), tokenizer, client, store, graders, environments)
+        stack.callback(lambda: runner.run(generator.close()))
+        maker = generator
     else:
         maker = RolloutCoordinator(config, read_prompts(), tokenizer, client, store, graders)
     if not config.evaluation.interval:
