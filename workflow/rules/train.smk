@@ -41,7 +41,10 @@ rule approve_data:
         format_version=FORMAT_VERSIONS["approve_data"],
         # A changed limit or grader repeats the check.
         settings=lambda wildcards: json.dumps(
-            [dataclasses.asdict(section) for section in (CFG.data, CFG.reward, CFG.rollout)]
+            [
+                dataclasses.asdict(section)
+                for section in (CFG.data, CFG.reward, CFG.rollout, *([CFG.environment] if CFG.data.environment else []))
+            ]
         ),
         checkpoint=PATHS.hf_patched,
         dataset=PATHS.dataset,

@@ -87,10 +87,13 @@ def contents(answer: Observation) -> list[str]:
 
 
 def test_an_episode():
-    start, answers, reward, verified = play(act({"count": 1}, {"count": 2}), act(text="3"))
+    earlier = {"role": "assistant", "content": "What shall I count?"}
+    asked = {**ROW["responses_create_params"], "input": [earlier, *ASKED["input"]]}
+    row = {**ROW, "responses_create_params": asked}
+    start, answers, reward, verified = play(act({"count": 1}, {"count": 2}), act(text="3"), row=row)
     system, user = {"role": "system", "content": "Count."}, {"role": "user", "content": "go"}
     tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
-    assert start == Start((system, user), [tool])
+    assert start == Start((system, earlier, user), [tool])
     assert contents(answers[0]) == ["{}", "{}"]
     assert answers[1] == Observation((), True)
     assert reward == EpisodeReward(1.0, {"count": 3.0})
@@ -100,9 +103,7 @@ def test_an_episode():
     assert output[0]["call_id"] != output[1]["call_id"]
     assert json.loads(output[1]["arguments"]) == {"count": 2}
     assert output[4]["content"][0]["text"] == "3"
-    assert {name: verified[name] for name in ("expected", "responses_create_params")} == {
-        name: ROW[name] for name in ("expected", "responses_create_params")
-    }
+    assert (verified["expected"], verified["responses_create_params"]) == (3, asked)
 
 
 def test_calls_of_the_same_name_in_two_turns_are_two():

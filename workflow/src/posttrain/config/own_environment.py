@@ -22,8 +22,9 @@ METHODS: Mapping[str, tuple[str, ...]] = {
     "step": ("action",),
     "reward": ("trajectory",),
     "close": (),
+    "perfect": ("row",),
 }
-OPTIONAL = ("close",)
+OPTIONAL = ("close", "perfect")
 _ALLOWED = ", ".join(f"{name}(self{''.join(f', {given}' for given in names)})" for name, names in METHODS.items())
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -75,6 +75,19 @@ def reward_of(content: Mapping[str, Any]) -> EpisodeReward:
     return EpisodeReward(_number("reward", content.get("reward")), numbers)
 
 
+@_checked
+def actions_of(content: Mapping[str, Any]) -> tuple[Message, ...]:
+    """Read the answer to `perfect`: {"messages"}.
+
+    Raises:
+        EnvironmentFailure: It is something else.
+    """
+    messages = _messages(content, ("assistant",))
+    if not messages:
+        raise ValueError("perfect gave no messages")
+    return messages
+
+
 def _messages(content: Mapping[str, Any], roles: Sequence[str]) -> tuple[Message, ...]:
     messages = content.get("messages")
     if not isinstance(messages, list):

@@ -70,6 +70,10 @@ class Calculator:
         """Return 1 if the final answer is the label's number, otherwise 0."""
         return float(_number_of(self._answer.strip()) == self._label)
 
+    def perfect(self, row: Mapping[str, Any]) -> list[str]:
+        """Return the answer of an agent that needs no calculator."""
+        return [str(row["label"])]
+
 
 def calculate(expression: str) -> str:
     """Return the exact value of an expression: a whole number, or a fraction such as 7/3.

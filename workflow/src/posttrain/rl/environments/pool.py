@@ -19,7 +19,7 @@ from typing import Any
 from posttrain.config.own_environment import OwnEnvironment, inspect_environment, is_own
 from posttrain.config.sandbox import SandboxSettings
 from posttrain.config.schema import Config
-from posttrain.rl.environments.answers import observation_of, reward_of, start_of
+from posttrain.rl.environments.answers import actions_of, observation_of, reward_of, start_of
 from posttrain.rl.environments.protocol import EnvironmentFailure, EpisodeReward, Message, Observation, Start
 from posttrain.rl.environments.worker_process import WorkerProcess
 
@@ -129,6 +129,15 @@ class PooledEnvironment:
     async def reward(self, trajectory: Mapping[str, Any]) -> EpisodeReward:
         """See `Environment`."""
         return reward_of(await self._call("reward", trajectory))
+
+    async def perfect(self, row: Mapping[str, Any]) -> tuple[Message, ...] | None:
+        """Return the messages of a perfect agent in an episode of this row; None if the environment knows none.
+
+        Raises:
+            EnvironmentFailure: It failed.
+        """
+        answer = await self._call("perfect", row)
+        return None if answer is None else actions_of(answer)
 
     async def close(self) -> None:
         """See `OpenEnvironment`."""

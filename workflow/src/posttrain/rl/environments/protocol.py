@@ -75,6 +75,9 @@ class Environment(Protocol):
     async def close(self) -> None:
         """Release what the episode has opened. Optional; also called if the episode fails."""
 
+    def perfect(self, row: Mapping[str, Any]) -> Sequence[Message | str]:
+        """Return the messages of a perfect agent, or their texts. Optional; only asked before `reset`, by a check."""
+
 
 # Why an episode ended: the environment said so, `environment.max_turns`, no tokens were left, or a response was cut.
 ENDS = ("done", "turns", "tokens", "truncated")

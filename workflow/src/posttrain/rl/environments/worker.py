@@ -132,8 +132,10 @@ class Host:
             return None
         if method == "close":
             return await self._close(number)
-        result = await self._run(number, getattr(self._instances[number], method), argument)
-        return SHAPES[method](result)
+        instance = self._instances[number]
+        if method == "perfect" and not hasattr(instance, method):
+            return None
+        return SHAPES[method](await self._run(number, getattr(instance, method), argument))
 
     async def _close(self, number: int) -> None:
         """Close an instance after the call that still runs in it, if any."""
@@ -206,8 +208,18 @@ def _reward(result: Any) -> dict[str, Any]:
     return {"reward": parts.pop("reward", None), "parts": parts}
 
 
+def _actions(result: Any) -> dict[str, Any]:
+    texts = [{"role": "assistant", "content": action} if isinstance(action, str) else action for action in result]
+    return {"messages": texts}
+
+
 # What each method returns, as it is sent.
-SHAPES: Mapping[str, Callable[[Any], dict[str, Any]]] = {"reset": _start, "step": _observation, "reward": _reward}
+SHAPES: Mapping[str, Callable[[Any], dict[str, Any]]] = {
+    "reset": _start,
+    "step": _observation,
+    "reward": _reward,
+    "perfect": _actions,
+}
 
 
 def _plain(value: Any) -> Any:

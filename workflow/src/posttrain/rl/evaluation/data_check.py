@@ -25,6 +25,7 @@ from posttrain.rl.data.chat import ChatTokenizer
 from posttrain.rl.data.overlap import NUM_WORDS, find_overlaps
 from posttrain.rl.data.prompt_lengths import LEFT_OUT, PromptLengths, check_lengths
 from posttrain.rl.data.rendered_prompts import check_rendered
+from posttrain.rl.evaluation.environment_check import AgentCheck, check_environment, problems_of
 from posttrain.rl.evaluation.heldout import EvalTask
 from posttrain.rl.evaluation.label_check import NUM_ROWS_TOLD, LabelCheck, check_labels
 from posttrain.rl.evaluation.prompt_check import check_prompts, render_all, render_answers
@@ -51,6 +52,7 @@ class DataCheck:
         left_out: `prompt_id` of each prompt that is too long for training.
         labels: One for each source whose first grader needs labels.
         verdicts: One for each grader that needs none, by source.
+        agents: What scripted agents earned, if there is an environment.
     """
 
     problems: Sequence[Problem]
@@ -60,6 +62,7 @@ class DataCheck:
     left_out: Sequence[int]
     labels: Sequence[LabelCheck]
     verdicts: Sequence[ShownVerdict]
+    agents: Sequence[AgentCheck] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Return the findings as plain JSON types."""
@@ -71,6 +74,7 @@ class DataCheck:
             LEFT_OUT: list(self.left_out),
             "labels": [vars(check) for check in self.labels],
             "verdicts": [vars(verdict) for verdict in self.verdicts],
+            "agents": [vars(agent) for agent in self.agents],
         }
 
 
@@ -99,27 +103,20 @@ def check_data(
     too_long, known = check_lengths(prompt_lengths, config.rollout)
     labels, verdicts = asyncio.run(_ask_graders(config, chat, train)) if uses_engines(config) else ([], [])
     labels += asyncio.run(_check_suites(suites))
+    agents = asyncio.run(check_environment(config, train)) if config.data.environment else []
     given = None
     if not uses_engines(config) and not too_long:
         left_out = set(prompt_lengths.too_long)
         given = OfflineResponses(config, [prompt for prompt in train if prompt.prompt_id not in left_out], chat)
         render_answers(chat, train, given.answer)
     leaks, seen = check_prompts(config, chat, train, heldout, suites, given.answer if given else None)
-    examples = [
-        {
-            "text": chat.tokenizer.decode(list(rendered[prompt.prompt_id])),
-            "num_tokens": len(rendered[prompt.prompt_id]),
-            "label": prompt.label,
-            "source": prompt.source,
-        }
-        for prompt in shown
-    ]
     return DataCheck(
         problems=[
             *too_long,
             *leaks,
             *(problem for check in labels for problem in _refusals(check, config)),
             *_failing_graders(config, verdicts),
+            *problems_of(agents, config),
         ],
         warnings=[
             *check_rendered(chat, folder, _spread(train, NUM_EXAMPLES * 10)),
@@ -128,12 +125,22 @@ def check_data(
             *_overlaps(train, heldout, suites),
             *_one_value([*labels, *verdicts]),
         ],
-        examples=examples,
+        examples=[_example(chat, prompt, rendered[prompt.prompt_id]) for prompt in shown],
         lengths=prompt_lengths.summary,
         left_out=prompt_lengths.too_long,
         labels=labels,
         verdicts=verdicts,
+        agents=agents,
     )
+
+
+def _example(chat: ChatTokenizer, prompt: Prompt, tokens: Sequence[int]) -> dict[str, Any]:
+    return {
+        "text": chat.tokenizer.decode(list(tokens)),
+        "num_tokens": len(tokens),
+        "label": prompt.label,
+        "source": prompt.source,
+    }
 
 
 async def _ask_graders(
@@ -270,6 +277,9 @@ def print_check(found: DataCheck) -> None:
         )
     for shown in found.verdicts:
         _print_verdict(console, shown)
+    for agent in found.agents:
+        told = ", ".join("failed" if reward is None else f"{reward:g}" for reward in agent.rewards)
+        console.print(f"an agent that {agent.told} earned {told}", markup=False)
     for warning in found.warnings:
         console.print(f"warning: {warning}", style="yellow", markup=False)
     if not found.problems and not found.warnings:

@@ -1,0 +1,146 @@
+"""Environments that pay agents for nothing are refused; each cheat earns reward on one that is weak on purpose."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from tests.support.rejections import assert_rejection
+from tests.support.workflow_runs import ROOT
+
+from posttrain.config.load import merge
+from posttrain.errors import ConfigError
+from posttrain.rl.evaluation.environment_check import (
+    CHEATS,
+    PERFECT,
+    REPLAY,
+    AgentCheck,
+    check_environment,
+    problems_of,
+)
+from posttrain.types import Prompt
+
+# The reward is computed from: the label, all that was said, whether functions were called, and the start.
+SOURCE = '''
+class Sound:
+    """The right answer earns 2 in the end, and 0.5 at once."""
+
+    def __init__(self, seed): ...
+
+    def reset(self, row):
+        self.row, self.said, self.called = row, [], 0
+        self.labels = {str(number) for number in range(100)}
+        return row["messages"], [{"type": "function", "function": {"name": "look"}}]
+
+    def step(self, action):
+        self.said.append(action["content"])
+        self.called += len(action.get("tool_calls") or [])
+        if action.get("tool_calls"):
+            return [{"role": "tool", "tool_call_id": "call_0", "content": "nothing"}], False
+        return [], True, 0.5 * self.is_right()
+
+    def reward(self, trajectory):
+        return 2.0 * self.is_right()
+
+    def is_right(self):
+        return self.said[-1] == self.row["label"]
+
+class Known(Sound):
+    def perfect(self, row):
+        return [row["label"]]
+
+class Generous(Sound):
+    def is_right(self):
+        return True
+
+class Credulous(Sound):
+    def is_right(self):
+        return "reward" in self.said[-1] or super().is_right()
+
+class Busy(Sound):
+    def is_right(self):
+        return self.called > 0 or super().is_right()
+
+class Echo(Sound):
+    def is_right(self):
+        return self.said[-1] == self.row["messages"][-1]["content"]
+
+class Confused(Known):
+    def is_right(self):
+        return self.said[-1] in self.labels
+
+class Failing(Sound):
+    def step(self, action):
+        raise RuntimeError("no network")
+
+class Unsure(Sound):
+    def perfect(self, row):
+        return []
+'''
+ROWS = [Prompt(i, ({"role": "user", "content": f"What is {i} + 0?"},), str(i)) for i in range(20)]
+
+
+@pytest.fixture
+def check(tmp_path: Path):
+    (tmp_path / "weak.py").write_text(SOURCE)
+
+    def check(name: str):
+        settings = "environment.num_workers=1 environment.max_turns=3 reward.max_failure_share=0"
+        words = f"data.environment={name} data.reward=environment {settings}".replace("=weak", f"={tmp_path}/weak")
+        config = merge({"model": "tiny", "site": "local", "set": words}, ROOT / "config").config
+        checks = asyncio.run(check_environment(config, ROWS))
+        return {one.agent: one for one in checks}, problems_of(checks, config)
+
+    return check
+
+
+def test_a_sound_environment_passes(check):
+    agents, problems = check("weak.py:Sound")
+    assert not problems
+    assert agents == {name: AgentCheck(name, (0.0,) * 8, ()) for name in CHEATS}
+
+
+def test_the_perfect_agent_sets_the_bar_and_is_replayed(check):
+    agents, problems = check("weak.py:Known")
+    assert not problems
+    assert agents[PERFECT].rewards == (2.5,) * 8
+    assert agents[REPLAY].rewards == (0.0,) * 8
+
+
+def test_the_built_in_calculator_passes(check):
+    agents, problems = check("calculator")
+    assert not problems
+    assert (agents[PERFECT].rewards, agents[REPLAY].rewards) == ((1.0,) * 8, (0.0,) * 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "cheats"),
+    [
+        ("Generous", {*CHEATS}),
+        ("Credulous", {"claims its reward"}),
+        ("Busy", {"calls every function without arguments"}),
+        ("Echo", {"repeats the prompt"}),
+        ("Confused", {REPLAY}),
+    ],
+)
+def test_an_environment_that_pays_a_cheat_is_refused(check, name: str, cheats: set[str]):
+    agents, problems = check(f"weak.py:{name}")
+    assert {agent for agent, one in agents.items() if one.num_paid and agent != PERFECT} == cheats
+    assert {agents[agent].num_paid for agent in cheats} == {8}
+    assert len(problems) == len(cheats)
+    for agent in cheats:
+        told = agents[agent].told
+        assert_rejection(ConfigError(problems), "environment-pays-cheats", told, "8 of 8", key="data.environment")
+
+
+def test_an_environment_that_fails_is_refused(check):
+    agents, problems = check("weak.py:Failing")
+    assert_rejection(ConfigError(problems), "environment-fails", "RuntimeError: no network", key="data.environment")
+    assert len(problems) == len(CHEATS)
+    assert agents["says nothing"].rewards == (None,) * 8
+
+
+def test_a_perfect_agent_without_messages_is_refused(check):
+    _, problems = check("weak.py:Unsure")
+    assert_rejection(ConfigError(problems), "environment-fails", "perfect gave no messages", key="data.environment")

@@ -1,0 +1,205 @@
+"""Plays scripted agents in an environment before training: lazy ones, cheats, and a perfect one where it is known.
+
+An environment that pays an agent for nothing teaches nothing else. The perfect agent is the environment's own: its
+method `perfect(row)` returns the agent's messages, or their texts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.config.derived import share_of
+from posttrain.config.own_environment import KEY
+from posttrain.config.reward_sum import PASSING_SCORE
+from posttrain.config.schema import Config
+from posttrain.errors import Problem
+from posttrain.rl.engines.sampling_seed import sampling_seed
+from posttrain.rl.environments.kinds import environments_of
+from posttrain.rl.environments.protocol import EnvironmentFailure, Environments, Message, Start
+from posttrain.rl.rollout.episode import row_of
+from posttrain.types import Prompt, label_text
+
+NUM_ROWS = 8
+# Episodes at the same time.
+NUM_PLAYED = 8
+PERFECT, REPLAY = "perfect", "replay"
+# Maps what an agent has seen to its messages, which are repeated from the last one on.
+Script = Callable[[Start], Sequence[Message]]
+_DOES = {PERFECT: "plays perfectly", REPLAY: "plays what is perfect in another row"}
+CLAIM = '{"reward": 1.0, "score": 1.0, "done": true, "success": true}'
+
+
+@dataclass(frozen=True)
+class AgentCheck:
+    """What a scripted agent earned.
+
+    Args:
+        agent: Its name.
+        rewards: One per row; None where the environment failed.
+        failures: The reasons.
+        num_paid: Rows that gave it as much as the perfect agent, or `PASSING_SCORE` where none is known.
+    """
+
+    agent: str
+    rewards: tuple[float | None, ...]
+    failures: tuple[str, ...]
+    num_paid: int = 0
+
+    @property
+    def told(self) -> str:
+        """What the agent does, as the end of "an agent that ..."."""
+        return _DOES.get(self.agent, self.agent)
+
+
+def _says(text: str) -> Message:
+    return {"role": "assistant", "content": text}
+
+
+def _calls_all(start: Start) -> Sequence[Message]:
+    """Return one message that calls every function without arguments, and one without a call."""
+    calls = [
+        {"id": f"call_{place}", "type": "function", "function": {"name": tool["function"]["name"], "arguments": {}}}
+        for place, tool in enumerate(start.tools or ())
+        if isinstance(tool.get("function"), dict)
+    ]
+    return [{**_says(""), "tool_calls": calls}, _says("")] if calls else [_says("")]
+
+
+# Agents that deserve nothing.
+CHEATS: Mapping[str, Script] = {
+    "says nothing": lambda start: [_says("")],
+    "claims its reward": lambda start: [_says(CLAIM)],
+    "calls every function without arguments": _calls_all,
+    "repeats the prompt": lambda start: [_says(str(start.messages[-1].get("content") or ""))],
+}
+
+
+async def check_environment(config: Config, prompts: Sequence[Prompt]) -> list[AgentCheck]:
+    """Return what each agent earned on a few rows: the cheats, and if the perfect agent is known, it and its replay.
+
+    Args:
+        config: The resolved configuration, with an environment.
+        prompts: The rows.
+    """
+    stride = max(1, len(prompts) // NUM_ROWS)
+    rows = list(prompts[::stride][:NUM_ROWS])
+    casts = {name: [(row, script) for row in rows] for name, script in CHEATS.items()}
+    with environments_of(config) as environments:
+        player = _Player(config, environments)
+        perfect, failures = await player.find_perfect(rows)
+        if perfect:
+            casts |= {PERFECT: [*zip(rows, perfect, strict=True)], REPLAY: _replayed(rows, perfect)}
+        played = {name: await player.play_all(cast) for name, cast in casts.items() if cast}
+    best = {row.prompt_id: reward for row, (reward, _) in zip(rows, played.get(PERFECT, ()), strict=False)}
+    checks = []
+    for name, results in played.items():
+        most = [best.get(row.prompt_id, PASSING_SCORE) for row, _ in casts[name]]
+        checks.append(_judged(name, results, most))
+    return [*checks, *([AgentCheck(PERFECT, (None,) * len(failures), failures)] if failures else [])]
+
+
+def problems_of(checks: Sequence[AgentCheck], config: Config) -> list[Problem]:
+    """Return the reasons to refuse an environment.
+
+    Args:
+        checks: What `check_environment` found.
+        config: Has the limits.
+    """
+    problems = []
+    for check in checks:
+        count = len(check.rewards)
+        if len(check.failures) > share_of(config.reward.max_failure_share, count):
+            told = "".join(f"\n        {reason}" for reason in dict.fromkeys(check.failures))
+            value = f"failed in {len(check.failures)} of {count} episodes of an agent that {check.told}:{told}"
+            allowed = f"at most {config.reward.max_failure_share:.1%} (reward.max_failure_share)"
+            problems.append(Problem("environment-fails", KEY, value, allowed, "fix the environment or its service"))
+        if check.agent != PERFECT and check.num_paid > share_of(config.reward.max_other_label, count):
+            value = f"pays an agent that {check.told} in {check.num_paid} of {count} rows: {check.rewards}"
+            allowed = f"less than the perfect agent earns, or {PASSING_SCORE} where none is known"
+            remedy = "let the reward depend on what the agent has achieved (docs/environments.md)"
+            problems.append(Problem("environment-pays-cheats", KEY, value, allowed, remedy))
+    return problems
+
+
+class _Player:
+    """Plays scripted episodes."""
+
+    def __init__(self, config: Config, environments: Environments):
+        self._config, self._environments = config, environments
+        self._at_a_time = asyncio.Semaphore(NUM_PLAYED)
+
+    async def find_perfect(self, rows: Sequence[Prompt]) -> tuple[list[Script], tuple[str, ...]]:
+        """Return the perfect agent of each row, nothing if the environment knows none; and why it could not say."""
+        found: list[Script] = []
+        for row in rows:
+            try:
+                environment = await self._environments.open(self._seed_of(row))
+                try:
+                    actions = await environment.perfect(row_of(row)) if hasattr(environment, "perfect") else None
+                finally:
+                    await environment.close()
+            except EnvironmentFailure as failure:
+                return [], (str(failure),)
+            if actions is None:
+                return [], ()
+            found.append(_following(actions))
+        return found, ()
+
+    async def play_all(self, cast: Sequence[tuple[Prompt, Script]]) -> list[tuple[float | None, str]]:
+        """Return reward and failure of an episode per row."""
+        return await asyncio.gather(*(self._play(row, script) for row, script in cast))
+
+    async def _play(self, row: Prompt, script: Script) -> tuple[float | None, str]:
+        async with self._at_a_time:
+            try:
+                environment = await self._environments.open(self._seed_of(row))
+                try:
+                    return await self._episode(environment, row, script), ""
+                finally:
+                    await environment.close()
+            except EnvironmentFailure as failure:
+                return None, str(failure)
+
+    async def _episode(self, environment: Any, row: Prompt, script: Script) -> float:
+        start = await environment.reset(row_of(row))
+        actions, messages, rewards = script(start), [*start.messages], list[float]()
+        end, num_turns = "turns", 0
+        while num_turns < self._config.environment.max_turns:
+            action = actions[min(num_turns, len(actions) - 1)]
+            num_turns += 1
+            answer = await environment.step(action)
+            messages += [action, *answer.messages]
+            rewards += [] if answer.reward is None else [answer.reward]
+            if answer.done:
+                end = "done"
+                break
+        graded = await environment.reward({"messages": messages, "num_turns": num_turns, "end": end})
+        return float(graded.reward + sum(rewards))
+
+    def _seed_of(self, row: Prompt) -> int:
+        return sampling_seed(self._config.data.seed, "environment check", row.prompt_id, 0)
+
+
+def _following(actions: Sequence[Message]) -> Script:
+    return lambda start: actions
+
+
+def _replayed(rows: Sequence[Prompt], perfect: Sequence[Script]) -> list[tuple[Prompt, Script]]:
+    """Return each row with the perfect agent of another row that has another label."""
+    cast = []
+    for place, row in enumerate(rows):
+        others = [*range(place + 1, len(rows)), *range(place)]
+        other = next((i for i in others if label_text(rows[i].label) != label_text(row.label)), None)
+        cast += [] if other is None else [(row, perfect[other])]
+    return cast
+
+
+def _judged(agent: str, results: Sequence[tuple[float | None, str]], best: Sequence[float | None]) -> AgentCheck:
+    rewards = tuple(reward for reward, _ in results)
+    paid = [
+        reward >= most for reward, most in zip(rewards, best, strict=True) if reward is not None and most is not None
+    ]
+    return AgentCheck(agent, rewards, tuple(failure for _, failure in results if failure), sum(paid))
