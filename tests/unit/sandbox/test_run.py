@@ -142,6 +142,21 @@ def test_a_cancelled_call_leaves_nothing() -> None:
     assert len(os.listdir("/proc/self/fd")) == open_files
 
 
+def test_a_call_that_is_cancelled_while_it_starts_leaves_nothing() -> None:
+    """At some of these instants bubblewrap has a child that it has not set up yet."""
+
+    async def cancelled(delay: float) -> None:
+        task = asyncio.create_task(run(Program("import time\ntime.sleep(300)"), QUICK))
+        await asyncio.sleep(delay)
+        task.cancel()
+        await asyncio.wait([task], timeout=20)
+        assert task.cancelled()
+
+    for number in range(60):
+        asyncio.run(cancelled(number / 5000))
+        assert not psutil.Process().children(recursive=True)
+
+
 CALLER = """
 import asyncio, sys
 from posttrain.sandbox.program import Limits, Program

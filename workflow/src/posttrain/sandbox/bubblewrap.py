@@ -67,12 +67,14 @@ def bwrap_options(
     options = [f"--unshare-{kind}" for kind in ("user", "pid", "net", "ipc", "uts", "cgroup-try")]
     options += ["--uid", "1000", "--gid", "1000", "--hostname", "sandbox", "--cap-drop", "ALL", "--disable-userns"]
     options += ["--as-pid-1", "--die-with-parent", "--new-session", "--clearenv"]
-    options += [word for name, value in ENVIRONMENT.items() for word in ("--setenv", name, value)]
-    options += [word for path in root.paths for word in ("--ro-bind", path, path)]
+    environment = ENVIRONMENT | ({"LD_LIBRARY_PATH": root.library_path} if root.library_path else {})
+    options += [word for name, value in environment.items() for word in ("--setenv", name, value)]
     options += ["--proc", "/proc", *_tmpfs("/dev", _DEV_BYTES)]
     options += [word for name in _DEVICES for word in ("--dev-bind", f"/dev/{name}", f"/dev/{name}")]
     options += [word for name, target in _DEVICE_LINKS.items() for word in ("--symlink", target, f"/dev/{name}")]
     options += [word for folder in WRITABLE for word in _tmpfs(folder, limits.memory_bytes // len(WRITABLE))]
+    # After the folders in memory: an interpreter may lie below /tmp.
+    options += [word for path in root.paths for word in ("--ro-bind", path, path)]
     options += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", WORK]
     options += [word for name, number in files.items() for word in ("--file", str(number), f"{WORK}/{name}")]
     return options + (["--seccomp", str(seccomp)] if seccomp is not None else [])

@@ -25,10 +25,12 @@ class PythonRoot:
     Args:
         python: Path of the interpreter, outside and inside.
         paths: Files and folders that the sandbox sees read-only under their own paths, parents first.
+        library_path: Where the linker has to look besides; empty unless this process names such folders, too.
     """
 
     python: str
     paths: tuple[str, ...]
+    library_path: str = ""
 
 
 @lru_cache
@@ -46,7 +48,8 @@ def find_python() -> PythonRoot:
     libraries = _shared_libraries([python, *modules])
     folders = {os.path.dirname(path) for path in libraries}
     cache = {str(_LINKER_CACHE)} if _LINKER_CACHE.exists() else set()
-    return PythonRoot(python, _without_nested({python, *library, *folders, *cache}))
+    library_path = ":".join(sorted(folders)) if os.environ.get("LD_LIBRARY_PATH") else ""
+    return PythonRoot(python, _without_nested({python, *library, *folders, *cache}), library_path)
 
 
 def _shared_libraries(files: Sequence[str]) -> set[str]:

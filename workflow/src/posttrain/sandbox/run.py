@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Iterator
 from functools import lru_cache
@@ -55,12 +57,12 @@ async def run(program: Program, limits: Limits) -> Result:
         raise ValueError("the files are larger than the working folder: raise sandbox.memory_mib")
     parent = find_delegated()
     with limited_cgroup(parent, limits) if parent else contextlib.nullcontext() as group, _lifeline() as (ours, theirs):
-        process = await _start(program, limits, theirs)
+        process = _start(program, limits, theirs)
         theirs.close()
-        sandbox = _Sandbox(process, limits, group)
+        sandbox = _Sandbox(process, limits, group, ours)
         try:
-            await sandbox.await_start(ours)
-            return await sandbox.finish(program.stdin, started)
+            await sandbox.await_start()
+            return await sandbox.finish(started)
         finally:
             await sandbox.end()
 
@@ -84,8 +86,8 @@ def _first_code() -> str:
     return Path(__file__).with_name("inside.py").read_text(encoding="utf-8")
 
 
-async def _start(program: Program, limits: Limits, theirs: socket.socket) -> asyncio.subprocess.Process:
-    """Start bubblewrap."""
+def _start(program: Program, limits: Limits, theirs: socket.socket) -> subprocess.Popen[bytes]:
+    """Start bubblewrap. asyncio's own call would kill it when it is cancelled, see `_Sandbox.end`."""
     root, bwrap = find_python(), find_bwrap()
     rules = seccomp_filter()
     with contextlib.ExitStack() as stack:
@@ -98,19 +100,19 @@ async def _start(program: Program, limits: Limits, theirs: socket.socket) -> asy
         python = [root.python, "-S", "-B", "-P", "-c", _first_code(), str(theirs.fileno()), _rlimits(limits)]
         words = [*bwrap_options(root, limits, files, seccomp), "--", *python, *command]
         numbers = (theirs.fileno(), *files.values(), *([] if seccomp is None else [seccomp]))
-        pipe = asyncio.subprocess.PIPE
-        return await asyncio.create_subprocess_exec(
-            bwrap, *words, stdin=pipe, stdout=pipe, stderr=pipe, pass_fds=numbers, env={}
-        )
+        stdin, pipe = stack.enter_context(_content(program.stdin)), subprocess.PIPE
+        return subprocess.Popen([bwrap, *words], stdin=stdin, stdout=pipe, stderr=pipe, pass_fds=numbers, env={})
 
 
 @contextlib.contextmanager
 def _content(data: bytes) -> Iterator[int]:
     """Yield a file descriptor from which the bytes can be read."""
-    number = os.memfd_create("posttrain-sandbox")
+    number = os.memfd_create("posttrain-sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.write(number, data) if len(data) <= _CHUNK_BYTES else _write_all(number, data)
         os.lseek(number, 0, os.SEEK_SET)
+        # A program could keep memory in its input otherwise.
+        fcntl.fcntl(number, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
         yield number
     finally:
         os.close(number)
@@ -145,15 +147,16 @@ class _Sandbox:
         process: bubblewrap, which ends with the first process inside.
         limits: What ends the sandbox.
         group: Its cgroup, if it has one.
+        ours: The caller's end of the channel to the first process.
     """
 
-    def __init__(self, process: asyncio.subprocess.Process, limits: Limits, group: Path | None):
-        self._process, self._limits, self._group = process, limits, group
+    def __init__(self, process: subprocess.Popen[bytes], limits: Limits, group: Path | None, ours: socket.socket):
+        self._process, self._limits, self._group, self._ours = process, limits, group, ours
         self._init = self._pidfd = -1
         self._exceeded: Ended | None = None
         self._truncated: list[str] = []
 
-    async def await_start(self, ours: socket.socket) -> None:
+    async def await_start(self) -> None:
         """Wait until the sandbox stands, then let its program start.
 
         Raises:
@@ -162,30 +165,29 @@ class _Sandbox:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(START_SECONDS):
-                if await loop.sock_recv(ours, 1) != b"r":
+                if await loop.sock_recv(self._ours, 1) != b"r":
                     raise SandboxUnavailable(f"bubblewrap cannot make a sandbox here ({await self._said()}): {REMEDY}")
                 (self._init,) = children_of(self._process.pid)
                 self._pidfd = os.pidfd_open(self._init)
                 if self._group:
                     add_process(self._group, self._init)
-                await loop.sock_sendall(ours, b"g")
+                await loop.sock_sendall(self._ours, b"g")
         except TimeoutError as error:
             raise SandboxUnavailable(f"the sandbox did not start within {START_SECONDS:g} s") from error
         except (OSError, ValueError) as error:
             raise SandboxUnavailable(f"the sandbox ended before its program started ({error})") from error
 
-    async def finish(self, stdin: bytes, started: float) -> Result:
+    async def finish(self, started: float) -> Result:
         """Let the program run to its end.
 
         Args:
-            stdin: Its input.
             started: When the call began, for its duration.
         """
         watching = asyncio.create_task(self._watch())
         try:
-            stdout, stderr, _ = await asyncio.gather(self._read("stdout"), self._read("stderr"), self._feed(stdin))
+            stdout, stderr = await asyncio.gather(self._read("stdout"), self._read("stderr"))
             # bubblewrap ends when its first process has ended, and that one when the kernel has ended all others.
-            code = await self._process.wait()
+            code = await self._wait()
         finally:
             watching.cancel()
         if code < 0 and not self._exceeded:
@@ -194,14 +196,40 @@ class _Sandbox:
         return Result(self._ended(code), code, stdout, stderr, tuple(sorted(self._truncated)), seconds)
 
     async def end(self) -> None:
-        """End what still runs, and wait until it has ended."""
+        """End what still runs, and wait until it has ended.
+
+        If bubblewrap is killed while it sets up its child, the child waits for it forever. So a sandbox that has not
+        started its program goes on until its first process finds the channel closed.
+        """
         self._kill()
-        if self._pidfd < 0 and self._process.returncode is None:
-            self._process.kill()
-        await self._process.wait()
+        self._ours.close()
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                await self._wait()
+        except TimeoutError:
+            for pid in (*children_of(self._process.pid), self._process.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            await self._wait()
         if self._pidfd >= 0:
             os.close(self._pidfd)
             self._pidfd = -1
+        for pipe in (self._process.stdout, self._process.stderr):
+            if pipe:
+                pipe.close()
+
+    async def _wait(self) -> int:
+        """Return bubblewrap's exit code when it has ended."""
+        if self._process.poll() is None:
+            loop, ended = asyncio.get_running_loop(), asyncio.Event()
+            number = os.pidfd_open(self._process.pid)
+            loop.add_reader(number, ended.set)
+            try:
+                await ended.wait()
+            finally:
+                loop.remove_reader(number)
+                os.close(number)
+        return self._process.wait()
 
     def _ended(self, code: int) -> Ended:
         if self._exceeded:
@@ -235,28 +263,22 @@ class _Sandbox:
 
     async def _said(self) -> str:
         """Return bubblewrap's own error."""
-        assert self._process.stderr
-        return one_line((await self._process.stderr.read(_CHUNK_BYTES)).decode(errors="replace").strip())
+        return one_line((await self._read("stderr")).decode(errors="replace").strip())
 
     async def _read(self, name: Literal["stdout", "stderr"]) -> bytes:
         """Return what the program writes, until it has ended."""
-        stream, content = getattr(self._process, name), bytearray()
-        while chunk := await stream.read(_CHUNK_BYTES):
+        reader, content = asyncio.StreamReader(), bytearray()
+        loop, pipe = asyncio.get_running_loop(), getattr(self._process, name)
+        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+        with contextlib.closing(transport):
+            await self._take(name, reader, content)
+        return bytes(content)
+
+    async def _take(self, name: str, reader: asyncio.StreamReader, content: bytearray) -> None:
+        while chunk := await reader.read(_CHUNK_BYTES):
             content += chunk
             if len(content) > self._limits.output_bytes:
                 del content[self._limits.output_bytes :]
                 if name not in self._truncated:
                     self._truncated.append(name)
                     self._exceed("output")
-        return bytes(content)
-
-    async def _feed(self, stdin: bytes) -> None:
-        """Write the program's input, as far as it reads it."""
-        pipe = self._process.stdin
-        assert pipe
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            pipe.write(stdin)
-            await pipe.drain()
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            pipe.close()
-            await pipe.wait_closed()
