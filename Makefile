@@ -67,7 +67,7 @@ env-bridge: env-python312 ## megatron-bridge, which conversions are compared wit
 env-lm-eval: ## lm-eval, which the rule of that name runs, in an environment of its own
 	PYTHON=$(PYTHON) envs/lm-eval/install.sh .envs/lm-eval
 
-env-environments: ## OpenEnv and NeMo Gym, whose servers our clients are tested against (2 GB)
+env-environments: ## OpenEnv, NeMo Gym and verifiers, which our environments are tested against (2 GB)
 	$(NEEDS_312)
 	envs/environments/install.sh .envs/environments $(PYTHON312)
 
