@@ -70,6 +70,13 @@ class Confused(Known):
     def is_right(self):
         return self.said[-1] in self.labels
 
+class Stingy(Known):
+    def step(self, action):
+        return super().step(action)[:2]
+
+    def reward(self, trajectory):
+        return 0.4
+
 class Failing(Sound):
     def step(self, action):
         raise RuntimeError("no network")
@@ -122,6 +129,7 @@ def test_the_built_in_calculator_passes(check):
         ("Busy", {"calls every function without arguments"}),
         ("Echo", {"repeats the prompt"}),
         ("Confused", {REPLAY}),
+        ("Stingy", {*CHEATS, REPLAY}),
     ],
 )
 def test_an_environment_that_pays_a_cheat_is_refused(check, name: str, cheats: set[str]):
