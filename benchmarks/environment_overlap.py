@@ -114,7 +114,7 @@ async def _play(folder: Path, port: int, numbers: range | list[int]) -> Played:
     with environments_of(config) as environments:
         async with EngineClient([f"http://127.0.0.1:{port}"], SECRET, 120.0) as client:
             await client.wait_ready(60.0)
-            runner = EpisodeRunner(config, ChatTokenizer(folder / "hf"), environments, client)
+            runner = EpisodeRunner(config, ChatTokenizer(folder / "hf"), environments, client.parse_tool_calls)
             # Processes of environments start with the first episodes, once in a training.
             await asyncio.gather(*(_episode(runner, client, -1 - place) for place in range(2)))
             began = time.perf_counter()

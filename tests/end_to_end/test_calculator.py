@@ -12,7 +12,7 @@ from tests.support.workflow_runs import WorkflowFolder
 from posttrain.rl.rollout.rollout_store import RolloutStore
 from posttrain.types import Trajectory
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 NUM_STEPS = 16
 CALL, ANSWER = "<tool_call>", "<|observation|>"
 CONSTANT = """from posttrain.rl.environments.calculator import Calculator
@@ -78,7 +78,8 @@ def test_the_demo_learns_with_each_seed(seed: int, tmp_path: Path) -> None:
 def test_a_constant_reward_teaches_nothing(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "constant.py").write_text(CONSTANT)
-    own = {"data.environment": "constant.py:Constant"}
+    # Such an environment is rejected: it pays agents that do nothing.
+    own = {"data.environment": "constant.py:Constant", "reward.max_other_label": 1}
     workflow = WorkflowFolder(tmp_path / "run", tmp_path / "store", settings(7, 40) | own)
     workflow.run(config={"model": "tiny", "recipe": "calculator"})
     rows = [json.loads(line) for line in (workflow.run_folder / "train/metrics.jsonl").read_text().splitlines()]

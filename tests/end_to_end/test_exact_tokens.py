@@ -62,7 +62,7 @@ async def play_all(config: Config, checkpoint: Path, logs: Path, count: int) -> 
     tokenizer, environments = ChatTokenizer(checkpoint), ScriptedEnvironments(answer)
     with engines_to_ask(config, checkpoint, logs, merge_requests=True) as engines:
         async with client_of(config, engines) as client:
-            runner = EpisodeRunner(config, tokenizer, environments, client)
+            runner = EpisodeRunner(config, tokenizer, environments, client.parse_tool_calls)
 
             async def play(number: int) -> tuple[Episode, Turns]:
                 turns: Turns = []

@@ -64,7 +64,7 @@ def run(
             queue.version = len(taken)
         else:
             now, position = heapq.heappop(running)
-            if draw.random() < drop and queue.may_drop:
+            if draw.random() < drop and queue.may_drop("equal_rewards"):
                 queue.drop(position, "equal_rewards")
             else:
                 queue.add_ready(position, started[position])

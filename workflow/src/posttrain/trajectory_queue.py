@@ -96,10 +96,9 @@ class TrajectoryQueue:
             size, rollout.max_staleness, config.training.num_steps, finished, done, int((most - 1) * size), num_ahead
         )
 
-    @property
-    def may_drop(self) -> bool:
-        """Whether one more group may be dropped for the next step."""
-        return self._dropped.total() < self._max_dropped
+    def may_drop(self, reason: str) -> bool:
+        """Return whether one more group may be dropped for a reason, for the next step."""
+        return self._dropped[reason] < self._max_dropped
 
     def num_dropped(self, reason: str) -> int:
         """Return how many groups were dropped for a reason since the last step."""

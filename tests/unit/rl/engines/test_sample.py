@@ -301,3 +301,19 @@ def test_a_prefill_engine_that_dies_is_replaced_by_another(monkeypatch):
         assert json.dumps(prefill.calls[-1][1]["input_ids"]) == "[[5]]"
 
     run(story())
+
+
+def test_an_evaluation_is_not_held_back_by_a_pause_of_training():
+    """Trainer and engines take turns: the pause after a rollout lasts until the next one."""
+
+    async def story():
+        engine = ScriptedEngine(script={"/generate": answer([3])})
+        async with client_of(engine) as client:
+            await client.pause("finish")
+            held = asyncio.create_task(client.sample(REQUEST))
+            assert (await client.sample(REQUEST, waits=False)).output_ids == (3,)
+            assert not held.done()
+            await client.resume()
+            assert (await held).output_ids == (3,)
+
+    run(story())

@@ -77,6 +77,13 @@ class Stingy(Known):
     def reward(self, trajectory):
         return 0.4
 
+class Unpaid(Known):
+    def step(self, action):
+        return super().step(action)[:2]
+
+    def reward(self, trajectory):
+        return 0.0
+
 class Failing(Sound):
     def step(self, action):
         raise RuntimeError("no network")
@@ -152,3 +159,8 @@ def test_an_environment_that_fails_is_refused(check):
 def test_a_perfect_agent_without_messages_is_refused(check):
     _, problems = check("weak.py:Unsure")
     assert_rejection(ConfigError(problems), "environment-fails", "perfect gave no messages", key="data.environment")
+
+
+def test_a_perfect_agent_that_earns_nothing_is_the_environments_fault_and_no_cheat_is_paid(check):
+    _, problems = check("weak.py:Unpaid")
+    assert [problem.code for problem in problems] == ["perfect-agent-unpaid"]

@@ -14,10 +14,10 @@ from posttrain.checkpoint.tiny.tokenizer import ARITHMETIC, CALL, CALL_END, CHAR
 from posttrain.config.schema import Config
 from posttrain.plan.resolve import resolve
 from posttrain.rl.data.chat import ChatTokenizer
-from posttrain.rl.engines.client import EngineClient
 from posttrain.rl.engines.responses import GenerateRequest, GenerateResult
 from posttrain.rl.environments.protocol import EnvironmentFailure, EpisodeReward, Message, Observation
-from posttrain.rl.rollout.episode import Episode, EpisodeRunner
+from posttrain.rl.rollout import episode as episode_module
+from posttrain.rl.rollout.episode import Episode, EpisodeRunner, row_of
 from posttrain.types import Prompt, VersionSpan
 
 CONFIG = Path(__file__).parents[4] / "config"
@@ -56,6 +56,15 @@ class Policy:
         )
 
 
+async def no_parser(text: str, tools: Any, parser: str) -> Any:
+    raise AssertionError("no parser of an engine is asked")
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(episode_module, "START_PAUSE_SECONDS", 0.0)
+
+
 def play(
     tokenizer: ChatTokenizer, environments: ScriptedEnvironments, policy: Policy | None = None, **settings: Any
 ) -> tuple[Episode, Policy]:
@@ -64,7 +73,7 @@ def play(
     words = " ".join(f"{key}={value}" for key, value in limits.items())
     config: Config = resolve({"model": "tiny", "site": "local", "set": words}, CONFIG).config
     policy = policy or Policy(tokenizer.tokenizer.eos_token_id)
-    runner = EpisodeRunner(config, tokenizer, environments, EngineClient(["http://none"], "", 1.0))
+    runner = EpisodeRunner(config, tokenizer, environments, no_parser)
     return asyncio.run(runner.play(PROMPT, 5, policy)), policy
 
 
@@ -95,7 +104,8 @@ def test_an_environment_is_told_what_was_said(tokenizer: ChatTokenizer) -> None:
     said = {"role": "assistant", "content": "7"}
     assert (opened.seed, opened.actions, opened.is_closed) == (5, [said] * 3, True)
     more = {"role": "user", "content": "1"}
-    assert opened.trajectory["messages"] == [*PROMPT.messages, said, more, said, more, said]
+    # The last observation, too, which no response follows.
+    assert opened.trajectory["messages"] == [*PROMPT.messages, said, more, said, more, said, more]
     assert (opened.trajectory["end"], opened.trajectory["num_turns"]) == ("done", 3)
 
 
@@ -165,3 +175,19 @@ def test_a_call_is_read_only_if_there_are_tools(tokenizer: ChatTokenizer, tools:
     called = [{"id": "call_0", "type": "function", "function": function}]
     assert action.get("tool_calls") == (called if tools else None)
     assert episode.parts["episode/tool_calls"] == bool(tools)
+
+
+def test_a_first_prompt_without_room_costs_its_group(tokenizer: ChatTokenizer) -> None:
+    environments = ScriptedEnvironments()
+    limits = {"data.environment": "calculator", "data.reward": "environment", "rollout.max_prompt_tokens": 3}
+    words = " ".join(f"{key}={value}" for key, value in limits.items())
+    config = resolve({"model": "tiny", "site": "local", "set": words}, CONFIG).config
+    runner = EpisodeRunner(config, tokenizer, environments, no_parser)
+    with pytest.raises(EnvironmentFailure, match=r"too long: rollout.max_prompt_tokens"):
+        asyncio.run(runner.play(PROMPT, 5, Policy(tokenizer.tokenizer.eos_token_id)))
+    assert environments.num_open == 0
+
+
+def test_an_environment_sees_the_rows_columns_and_tools() -> None:
+    prompt = Prompt(1, ({"role": "user", "content": "a"},), "7", columns={"level": 2}, tools=TOOLS)
+    assert row_of(prompt) == {"messages": [*prompt.messages], "label": "7", "level": 2, "tools": TOOLS}

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 from tests.support.scripted_engines import CONFIG, DIGIT, PROMPTS, Engine, HoldingEngine
 from tests.support.scripted_environments import ScriptedEnvironments
 
 from posttrain.plan.resolve import resolve
 from posttrain.rl.data.mixture import PromptMix
+from posttrain.rl.engines.calls import EngineError
 from posttrain.rl.environments.protocol import EnvironmentFailure, Message, Observation
+from posttrain.rl.rollout import episode as episode_module
 from posttrain.rl.rollout.generator import TrajectoryGenerator
 from posttrain.rl.rollout.queue_store import QueueStore
 
@@ -98,6 +101,50 @@ def test_a_group_that_cannot_begin_is_left_out_and_too_many_end_the_run(
     play(once, Engine(), environments=ScriptedEnvironments(failing=failing), **settings)
     shutil.rmtree(tmp_path / "rollouts")
     play(always, Engine(), environments=ScriptedEnvironments(num_failing=100), **settings)
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(episode_module, "START_PAUSE_SECONDS", 0.0)
+
+
+def test_an_engine_that_fails_while_it_parses_calls_is_waited_for(play: Callable[..., None]) -> None:
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+    class Failing(Engine):
+        num_parsed = 0
+
+        async def other(self, request: web.Request) -> web.Response:
+            if request.path != "/parse_function_call":
+                return await super().other(request)
+            self.num_parsed += 1
+            if self.num_parsed == 1:
+                return web.json_response({"error": {"message": "starting"}}, status=500)
+            return web.json_response({"normal_text": "", "calls": [{"name": "add", "parameters": "{}"}]})
+
+    async def story(generator: TrajectoryGenerator, store: QueueStore) -> None:
+        await generator.begin(0)
+        with pytest.raises(EngineError):
+            await generator.collect(0)
+        await generator.resume(0)
+        groups = (await generator.collect(0)).groups
+        assert {one.parts["episode/tool_calls"] for group in groups for one in group.trajectories} == {3}
+
+    settings = {**IN_ENVIRONMENT, "engine__kind": "sglang", "environment__tool_call_parser": "glm47"}
+    play(story, Failing(), environments=ScriptedEnvironments(tools=tools), **settings)
+
+
+def test_groups_without_an_environment_leave_room_for_equal_rewards(play: Callable[..., None]) -> None:
+    async def story(generator: TrajectoryGenerator, store: QueueStore) -> None:
+        await generator.begin(0)
+        state = (await generator.collect(0)).queue
+        assert (state["queue/dropped_no_environment"], state["queue/dropped_equal_rewards"]) == (1, 2)
+
+    config = resolve({"model": "tiny", "site": "local", "set": "training.seed=42"}, CONFIG).config
+    failing = PromptMix(PROMPTS, config.data).take(0, 1)[0].messages[0]["content"]
+    settings = {**IN_ENVIRONMENT, "rollout__max_staleness": 0, "algorithm__preset": "grpo"}
+    settings |= {"rollout__dynamic_sampling": "true", "rollout__max_oversampling": 2}
+    play(story, Engine(), environments=ScriptedEnvironments(failing=failing), **settings)
 
 
 def test_what_runs_ends_with_the_generator_and_nothing_begins_after(play: Callable[..., None]) -> None:

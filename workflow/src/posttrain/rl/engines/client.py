@@ -109,12 +109,13 @@ class EngineClient(EngineCommands):
         engine = self._answering[request_number % len(self._answering)]
         return await self._generate_on(engine, requests, request_number)
 
-    async def sample(self, request: GenerateRequest, engine: int | None = None) -> GenerateResult:
+    async def sample(self, request: GenerateRequest, engine: int | None = None, waits: bool = True) -> GenerateResult:
         """Sample one response on the engine with the fewest requests; waits during a pause.
 
         Args:
             request: The request.
             engine: Number of the engine to ask if it has not failed, because its prefix cache has the prompt.
+            waits: False for an evaluation, which is over before weights change: a pause holds back what trains.
 
         Returns:
             The response. Its tokens may have several versions. If a pause aborted it, it has the tokens so far, perhaps
@@ -126,7 +127,8 @@ class EngineClient(EngineCommands):
                 or the next update succeeds, so that another try goes to another engine.
             RuntimeError: A weight update has failed.
         """
-        await self._in_flight.opened()
+        if waits:
+            await self._in_flight.opened()
         self._require_serving()
         engines = [self._in_flight.least_busy(self._answering, engine)]
         if self._pairs:
@@ -139,6 +141,9 @@ class EngineClient(EngineCommands):
             self._in_flight.exclude(engines[0])
             raise EngineError(f"{engines[0]} was started again: it sampled with weights that were not published")
         return dataclasses.replace(result, engine=engines[0].number)
+
+    def _engine_to_ask(self) -> Engine:
+        return self._in_flight.least_busy(self._answering)
 
     @property
     def num_in_flight(self) -> int:

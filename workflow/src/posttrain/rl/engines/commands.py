@@ -6,12 +6,16 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from posttrain.rl.engines.calls import EngineCalls
+from posttrain.rl.engines.calls import Engine, EngineCalls
 from posttrain.rl.engines.responses import answers_of_ranks
 
 
 class EngineCommands(EngineCalls):
     """Asks all engines about their state, and pauses them."""
+
+    def _engine_to_ask(self) -> Engine:
+        """Return an engine for a question that any can answer."""
+        return self._engines[0]
 
     async def server_info(self) -> list[dict[str, Any]]:
         """Return each engine's server info."""
@@ -36,7 +40,7 @@ class EngineCommands(EngineCalls):
             EngineError: The engine fails or has no such parser.
         """
         body = {"text": text, "tools": [*tools], "tool_call_parser": parser}
-        answer = await self.call(self._engines[0], "POST", "/parse_function_call", body, may_repeat=True)
+        answer = await self.call(self._engine_to_ask(), "POST", "/parse_function_call", body, may_repeat=True)
         return answer["normal_text"], answer["calls"]
 
     async def checksums(self) -> list[dict[str, str]]:

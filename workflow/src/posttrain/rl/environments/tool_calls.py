@@ -64,7 +64,7 @@ def _split_thinking(text: str) -> tuple[str, str]:
 def _function_of(text: str) -> dict[str, Any] | None:
     """Return name and arguments of a call; None if it is none."""
     try:
-        call = parse_json(text)
+        call = parse_json(text, finite=True)
     except ValueError:
         return None
     if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:

@@ -186,8 +186,9 @@ class WorkerProcess:
                 reply = parse_json(await read_frame(reader, MAX_ANSWER_BYTES))
                 if "left" in reply:
                     self.left = str(reply["left"])
-                elif future := self._pending.pop(reply["id"], None):
-                    future.set_result(_checked(reply))
+                elif reply["id"] in self._pending:
+                    checked = _checked(reply)  # before the call is forgotten: a damaged reply ends all that wait
+                    self._pending.pop(reply["id"]).set_result(checked)
         except (asyncio.IncompleteReadError, ConnectionError):
             reason = await self._how_it_ended()
         except (ValueError, TypeError, KeyError):

@@ -116,6 +116,11 @@ def problems_of(checks: Sequence[AgentCheck], config: Config) -> list[Problem]:
             value = f"failed in {len(check.failures)} of {count} episodes of an agent that {check.told}:{told}"
             allowed = f"at most {config.reward.max_failure_share:.1%} (reward.max_failure_share)"
             problems.append(Problem("environment-fails", KEY, value, allowed, "fix the environment or its service"))
+        earned = [reward for reward in check.rewards if reward is not None]
+        if check.agent == PERFECT and earned and max(earned) <= 0:
+            value = f"pays the agent that {check.told} nothing in {len(earned)} rows: {check.rewards}"
+            allowed, remedy = "a reward above 0", "correct `perfect`, or the reward"
+            problems.append(Problem("perfect-agent-unpaid", KEY, value, allowed, remedy))
         if check.agent != PERFECT and check.num_paid > share_of(config.reward.max_other_label, count):
             value = f"pays an agent that {check.told} in {check.num_paid} of {count} rows: {check.rewards}"
             allowed = f"less than the perfect agent earns, or {PASSING_SCORE} where none is known"
@@ -200,6 +205,8 @@ def _replayed(rows: Sequence[Prompt], perfect: Sequence[Script]) -> list[tuple[P
 def _judged(agent: str, results: Sequence[tuple[float | None, str]], best: Sequence[float | None]) -> AgentCheck:
     rewards = tuple(reward for reward, _ in results)
     paid = [
-        reward >= most for reward, most in zip(rewards, best, strict=True) if reward is not None and most is not None
+        reward >= most > 0
+        for reward, most in zip(rewards, best, strict=True)
+        if reward is not None and most is not None
     ]
     return AgentCheck(agent, rewards, tuple(failure for _, failure in results if failure), sum(paid))

@@ -45,7 +45,7 @@ async def _play(
     places = [(prompt, index) for prompt in prompts for index in range(config.evaluation.num_samples_per_prompt)]
     at_a_time = asyncio.Semaphore(config.engine.max_running_requests * client.num_engines)
     with environments_of(config) as environments:
-        runner = EpisodeRunner(config, tokenizer, environments, client, config.evaluation.temperature)
+        runner = EpisodeRunner(config, tokenizer, environments, client.parse_tool_calls, config.evaluation.temperature)
         with ProgressBar("held-out episodes", len(places), "episodes") as progress:
 
             async def play(prompt: Prompt, index: int) -> Episode:
@@ -54,7 +54,7 @@ async def _play(
 
                 async def respond(turn: int, request: GenerateRequest, engine: int | None) -> GenerateResult:
                     seed = seed_of(f", turn {turn}" if turn else "")
-                    return await client.sample(dataclasses.replace(request, sampling_seed=seed), engine)
+                    return await client.sample(dataclasses.replace(request, sampling_seed=seed), engine, waits=False)
 
                 async with at_a_time:
                     try:

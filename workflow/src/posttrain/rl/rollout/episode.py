@@ -5,6 +5,7 @@ A prompt with one response is an episode without an environment (`Episode.of_res
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import logging
@@ -15,8 +16,8 @@ from typing import Any
 
 from posttrain.config.environment import OWN_PARSER
 from posttrain.config.schema import Config
+from posttrain.errors import ConfigError
 from posttrain.rl.data.chat import ChatTokenizer
-from posttrain.rl.engines.client import EngineClient
 from posttrain.rl.engines.responses import GenerateRequest, GenerateResult
 from posttrain.rl.environments.protocol import (
     EnvironmentFailure,
@@ -36,9 +37,13 @@ log = logging.getLogger(__name__)
 
 # Tries to start an environment: a service may be busy, a worker process may die of another episode.
 MOST_STARTS = 3
+# Doubled before each: a service that is started again is away for some seconds.
+START_PAUSE_SECONDS = 0.5
 # Samples a response: the turn from 0, its request without a seed, and the number of the engine whose prefix cache has
 # the earlier turns.
 Respond = Callable[[int, GenerateRequest, int | None], Awaitable[GenerateResult]]
+# Parses a text's calls of functions with a parser of the engine's; returns the rest of the text, and the calls.
+ParseCalls = Callable[[str, Sequence[Mapping[str, Any]], str], Awaitable[tuple[str, Sequence[Mapping[str, Any]]]]]
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,8 @@ class EpisodeRunner:
         config: The resolved configuration.
         tokenizer: Renders messages and decodes responses.
         environments: Opens environments.
-        client: Parses tool calls if `environment.tool_call_parser` is one of the engine's.
+        parse_calls: Parses tool calls if `environment.tool_call_parser` is one of the engine's; see
+            `EngineClient.parse_tool_calls`.
         temperature: Of sampling; None: as in training.
     """
 
@@ -102,12 +108,12 @@ class EpisodeRunner:
         config: Config,
         tokenizer: ChatTokenizer,
         environments: Environments,
-        client: EngineClient,
+        parse_calls: ParseCalls,
         temperature: float | None = None,
     ):
         self._config, self._settings = config, config.environment
         self._temperature = config.rollout.temperature if temperature is None else temperature
-        self._tokenizer, self._environments, self._client = tokenizer, environments, client
+        self._tokenizer, self._environments, self._parse_calls = tokenizer, environments, parse_calls
 
     async def play(self, prompt: Prompt, seed: int, respond: Respond) -> Episode:
         """Return a finished episode.
@@ -125,10 +131,18 @@ class EpisodeRunner:
         try:
             starts_segments = self._settings.history == "template"
             conversation = Conversation(self._tokenizer, start.messages, start.tools, starts_segments)
-            longest = longest_response(self._config, prompt.prompt_id, conversation.num_prompt_tokens)
+            longest = self._longest(prompt, conversation.num_prompt_tokens)
             return await self._play(environment, conversation, longest, respond)
         finally:
             await environment.close()
+
+    def _longest(self, prompt: Prompt, num_prompt_tokens: int) -> int:
+        """Return the limit for everything after the first prompt, whose length is the environment's choice."""
+        try:
+            return longest_response(self._config, prompt.prompt_id, num_prompt_tokens)
+        except ConfigError as error:
+            told = "; ".join(f"{problem.key}={problem.value}: {problem.allowed}" for problem in error.problems)
+            raise EnvironmentFailure("error", f"what reset returns is too long: {told}") from error
 
     async def _begin(self, prompt: Prompt, seed: int) -> tuple[OpenEnvironment, Start]:
         """Return an environment that has begun. Nothing is sampled yet, so another try is as good as the first."""
@@ -137,12 +151,13 @@ class EpisodeRunner:
             try:
                 environment = await self._environments.open(seed)
                 return environment, await environment.reset(row_of(prompt))
-            except EnvironmentFailure as failure:
+            except BaseException as error:
                 if environment:
                     await environment.close()
-                if num_failed == MOST_STARTS:
+                if num_failed == MOST_STARTS or not isinstance(error, EnvironmentFailure):
                     raise
-                log.warning("prompt %d: %s; its environment is started again", prompt.prompt_id, failure)
+                log.warning("prompt %d: %s; its environment is started again", prompt.prompt_id, error)
+                await asyncio.sleep(START_PAUSE_SECONDS * 2**num_failed)
         raise AssertionError("unreachable")
 
     async def _play(
@@ -170,11 +185,11 @@ class EpisodeRunner:
         began = time.perf_counter()
         observation = await environment.step(action)
         played.note_observation(action, observation.reward, time.perf_counter() - began)
-        if observation.done:
-            return "done"
-        if played.num_turns >= self._settings.max_turns:
-            return "turns"
         conversation = played.conversation
+        if observation.done or played.num_turns >= self._settings.max_turns:
+            # No response follows, so that the tokens of these messages are not needed.
+            conversation.messages += map(dict, observation.messages)
+            return "done" if observation.done else "turns"
         conversation.add_messages(observation.messages)
         return "" if len(conversation.tokens) - conversation.num_prompt_tokens < longest else "tokens"
 
@@ -184,7 +199,7 @@ class EpisodeRunner:
         if parser == OWN_PARSER or not tools:
             return parse_action(text, tools)
         action = parse_action(text, None)
-        content, calls = await self._client.parse_tool_calls(action["content"], tools, parser)
+        content, calls = await self._parse_calls(action["content"], tools, parser)
         called = [_call(number, call["name"], call["parameters"]) for number, call in enumerate(calls)]
         return {**action, "content": content} | ({"tool_calls": called} if called else {})
 
@@ -262,11 +277,12 @@ async def _reward(environment: OpenEnvironment, played: _Played, end: str) -> Ep
 def _call(number: int, name: str, arguments: str) -> dict[str, Any]:
     """Return a call of SGLang's parser in the form of `Environment.step`."""
     with contextlib.suppress(ValueError):
-        if isinstance(parsed := parse_json(arguments), dict):
+        if isinstance(parsed := parse_json(arguments, finite=True), dict):
             return {"id": f"call_{number}", "type": "function", "function": {"name": name, "arguments": parsed}}
     return {"id": f"call_{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def row_of(prompt: Prompt) -> dict[str, Any]:
     """Return the row that an environment is reset with."""
-    return {**prompt.columns, "messages": [*prompt.messages], "label": prompt.label}
+    tools = {"tools": prompt.tools} if prompt.tools else {}
+    return {**prompt.columns, **tools, "messages": [*prompt.messages], "label": prompt.label}

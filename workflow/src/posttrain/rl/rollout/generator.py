@@ -12,9 +12,10 @@ import contextlib
 import dataclasses
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from posttrain.config.derived import runs_ahead, share_of, takes_turns
 from posttrain.config.schema import Config
@@ -35,6 +36,8 @@ from posttrain.types import Prompt, RolloutResult, TrajectoryGroup, VersionSpan
 log = logging.getLogger(__name__)
 # SGLang's reason of a response that ended before its time.
 ABORTED = "abort"
+# For what was cancelled to end.
+CLOSE_SECONDS = 5.0
 # Why groups are dropped.
 EQUAL_REWARDS, NO_ENVIRONMENT = "equal_rewards", "no_environment"
 
@@ -134,7 +137,7 @@ class TrajectoryGenerator:
         environments: Environments | None = None,
     ):
         self._config, self._client, self._store = config, client, store
-        self._runner = EpisodeRunner(config, tokenizer, environments, client) if environments else None
+        self._runner = EpisodeRunner(config, tokenizer, environments, self._parse_calls) if environments else None
         self._builder = GroupBuilder(config, tokenizer, graders)
         self._mix = PromptMix(prompts, config.data)
         self._queue = TrajectoryQueue.of(config)
@@ -149,7 +152,8 @@ class TrajectoryGenerator:
         running = [*self._background.tasks]
         for task in running:
             task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        if running:  # an environment may be in a call that cannot be cancelled, and ends with its process
+            await asyncio.wait(running, timeout=CLOSE_SECONDS)
 
     async def begin(self, finished: int) -> None:
         """Go on after `finished` steps: take over what earlier attempts stored, and start groups."""
@@ -262,7 +266,7 @@ class TrajectoryGenerator:
             return
         (group,) = await self._builder.grade([prompt], episodes)
         group = dataclasses.replace(group, position=position)
-        if self._config.rollout.dynamic_sampling and has_equal_rewards(group) and self._queue.may_drop:
+        if self._config.rollout.dynamic_sampling and has_equal_rewards(group) and self._queue.may_drop(EQUAL_REWARDS):
             self._queue.drop(position, EQUAL_REWARDS)
             return
         oldest = self._checked(group)
@@ -283,9 +287,10 @@ class TrajectoryGenerator:
         played = await asyncio.gather(
             *(self._episode(position, prompt, index, requests) for index in range(count)), return_exceptions=True
         )
-        for one in played:
-            if isinstance(one, BaseException):
-                raise one
+        # A failed environment costs the group; anything else ends the run.
+        errors = sorted((one for one in played if isinstance(one, BaseException)), key=_is_environment_failure)
+        for error in errors:
+            raise error
         return [one for one in played if isinstance(one, Episode)]
 
     async def _episode(self, position: int, prompt: Prompt, index: int, requests: Sequence[GenerateRequest]) -> Episode:
@@ -329,6 +334,16 @@ class TrajectoryGenerator:
                 return response.as_result()
         raise AssertionError("unreachable")
 
+    async def _parse_calls(
+        self, text: str, tools: Sequence[Mapping[str, Any]], parser: str
+    ) -> tuple[str, Sequence[Mapping[str, Any]]]:
+        """Parse calls on an engine, on another one if it fails."""
+        while True:
+            try:
+                return await self._client.parse_tool_calls(text, tools, parser)
+            except EngineError as error:
+                await self._wait_for_engines(error)
+
     async def _wait_for_engines(self, error: EngineError) -> None:
         """Tell the trainer that an engine failed; return once a request may be sent again, to another one or later."""
         log.warning("an engine has failed; its requests are sent again: %s", error)
@@ -353,6 +368,10 @@ class TrajectoryGenerator:
         size = self._config.rollout.num_samples_per_prompt
         is_known = all((one.newest_version or 0) <= newest for one in group.trajectories)
         return is_known and (group.prompt, len(group.trajectories)) == (without_columns(prompt), size)
+
+
+def _is_environment_failure(error: BaseException) -> bool:
+    return isinstance(error, EnvironmentFailure)
 
 
 def _tag(position: int) -> str:
