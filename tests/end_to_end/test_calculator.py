@@ -46,8 +46,12 @@ def check_learned(workflow: WorkflowFolder, least: float) -> None:
 
 
 def test_a_model_learns_to_call_a_tool(tmp_path: Path) -> None:
-    """What is trained on is what was sampled; the trainer and the engine agree on it; the report shows it."""
-    workflow = WorkflowFolder(tmp_path / "run", tmp_path / "store", settings(7, NUM_STEPS))
+    """What is trained on is what was sampled; the trainer and the engine agree on it; the report shows it.
+
+    Trainer and engine take turns, and held-out episodes are played between steps.
+    """
+    turns = {"engine.sleep": "always", "evaluation.interval": NUM_STEPS // 2, "evaluation.max_share": 1}
+    workflow = WorkflowFolder(tmp_path / "run", tmp_path / "store", settings(7, NUM_STEPS) | turns)
     workflow.run(config={"model": "tiny_qwen3", "recipe": "calculator"})
     check_learned(workflow, 0.6)
     called = [one for one in first_trajectories(workflow) if one.parts["episode/tool_calls"]]
@@ -56,6 +60,8 @@ def test_a_model_learns_to_call_a_tool(tmp_path: Path) -> None:
         stretches = "".join(map(str, one.loss_mask)).lstrip("0").split("0")
         assert len([stretch for stretch in stretches if stretch]) == one.parts["episode/turns"]
     rows = [json.loads(line) for line in (workflow.run_folder / "train/metrics.jsonl").read_text().splitlines()]
+    measured = [row["evaluation/heldout/pass_rate"] for row in rows if "evaluation/heldout/pass_rate" in row]
+    assert measured
     assert rows[-1]["episode/tool_calls"] > 0.6 > rows[0]["episode/tool_calls"]
     assert max(row["mismatch/quantised_abs_diff_mean"] for row in rows if "mismatch/kl_k3" in row) < 1e-2
     after: dict[str, Any] = json.loads((workflow.run_folder / "evaluation/after.json").read_text())
