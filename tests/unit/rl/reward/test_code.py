@@ -12,7 +12,9 @@ import pytest
 
 from posttrain.plan.resolve import resolve
 from posttrain.rl.reward.answer import Answer, Failure, Grade
+from posttrain.rl.reward.assert_tests import split_asserts
 from posttrain.rl.reward.code import CodeGrader, last_block, same_output, same_value
+from posttrain.rl.reward.code_tests import CallTest, read_tests
 from posttrain.rl.reward.graders import GraderPool
 from posttrain.rl.reward.scoring import Scorer
 from posttrain.sandbox.program import Limits, Program, Result, SandboxUnavailable
@@ -80,6 +82,9 @@ def test_a_response_without_a_complete_block_scores_0(text: str) -> None:
         ("```Python3  \nx = '```'\n```", "x = '```'\n"),
         ("1. do\n   ```python\n   a\n   ```", "   a\n"),
         ("```python\na\n```\n```text\nb\n```", "a\n"),
+        ("```python\r\na\r\n  b\r\n```\r\n", "a\n  b\n"),
+        ('```python title="main.py"\na\n```', "a\n"),
+        ("```python\na\n```\n```pythonic\nb\n```", "a\n"),
     ],
 )
 def test_the_last_python_block_counts(text: str, expected: str) -> None:
@@ -176,6 +181,55 @@ def test_asserts_in_the_solutions_own_process_would_be_forged(cheat: str) -> Non
     assert graded(block(IN_ONE_PROCESS[cheat]), "assert add(1, 2) == 3") == Grade(0.0, {"passed": 0.0})
 
 
+OWN_MATH = """
+class Math:
+    isclose = lambda *_, **__: True
+math, sorted = Math(), lambda *_: [3]
+area = lambda r: {}
+"""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "assert math.isclose(area(2), 12.56, rel_tol=0.001)",
+        "is_close = math.isclose(area(2), 12.56, rel_tol=0.001)\nassert is_close",
+        "given = 2\nr = area(given)\nassert math.isclose(r, 12.56, rel_tol=0.001)",
+    ],
+)
+def test_a_module_that_the_tests_do_not_import_is_not_the_solutions(text: str) -> None:
+    assert graded(block(OWN_MATH.format(5)), text) == Grade(0.0, {"passed": 0.0})
+    assert graded(block(OWN_MATH.format("3.14 * r * r")), text) == Grade(1.0, {"passed": 1.0})
+    assert "12.56" not in str(split_asserts(text).steps)
+
+
+def test_the_tests_names_do_not_replace_the_solutions() -> None:
+    program = "import math\nstr = 'mine'\ndef add(a, b):\n    return str"
+    assert graded(block(program), "str = 'theirs'\nassert add(str, 1) == 'mine'") == Grade(1.0, {"passed": 1.0})
+
+
+def test_values_that_break_a_comparison_end_nothing() -> None:
+    label = {"fn_name": "f", "inputs": [[1]], "outputs": [1.5]}
+    assert graded(block("f = lambda x: 10**400"), label) == Grade(0.0, {"passed": 0.0})
+
+
+def test_any_exception_of_an_answer_is_its_failure() -> None:
+    async def breaks(program: Program, limits: Limits) -> Result:
+        raise OverflowError("too large")
+
+    grader = CodeGrader(breaks, Limits(), 2)
+    assert graded(block("print(3)"), STDIN, grader=grader) == Failure("error", "OverflowError: too large")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [("[1, 2]", (1, 2)), ("[1, 2]\n3", ([1, 2], 3)), ('"abc"', ("abc",)), ([1, "2"], (1, "2"))]
+)
+def test_arguments_may_be_text(given: Any, expected: tuple[Any, ...]) -> None:
+    (test,) = read_tests(Answer("", {"fn_name": "f", "inputs": [given], "outputs": [3]}))
+    assert isinstance(test, CallTest)
+    assert test.arguments == expected
+
+
 def test_a_failed_sandbox_is_no_score() -> None:
     async def cannot(program: Program, limits: Limits) -> Result:
         raise SandboxUnavailable("no namespaces")
@@ -198,7 +252,20 @@ def test_a_failed_sandbox_is_no_score() -> None:
         ("x = 1", "assert nothing"),
         ("assert 1 == 1", "asserts nothing about the solution"),
         ("assert sum([1]) == 1", "asserts nothing about the solution"),
-        ("for i in range(3):\n    assert add(i, 0) == i", "line 1"),
+        ("for i in range(10**9):\n    assert add(i, 0) == i", "line 1"),
+        ("for i in [1]:\n    assert add(i, 0) == i", "line 1"),
+        ("for i in range(3):\n    while True:\n        pass", "line 1"),
+        ("assert True, 'a message'", "assert nothing"),
+        ("assert close(add(1, 2), 3)", "line 1 of the tests calls close"),
+        ("assert close(tolerance=1, value=[add(1, 2)])", "calls close"),
+        ("def check(f):\n    r = f(1, 2)\n    assert close(r, 3)\ncheck(add)", "calls close"),
+        ("r = abs(add(1, 2))\nassert add(r, 1) == 4", "outside its sandbox"),
+        ("r = 3\nr = abs(add(1, 2))\nassert r == 3", "assigns anew"),
+        ("import random\nr = random.Random(1)\nx = r.random()\nassert add(x, 1) == x + 1", "draws at random"),
+        ("import uuid\nx = uuid.uuid4().int\nassert add(x, 1) == x + 1", "draws at random"),
+        ({"fn_name": "add", "inputs": [{"a": 1}], "outputs": [3]}, "arguments of a call are dict"),
+        ({"fn_name": "add", "inputs": ['{"a": 1}'], "outputs": [3]}, "arguments of a call are dict"),
+        ([{"input": {"a": 1}, "output": "1", "testtype": "functional", "fn_name": "add"}], "a call are dict"),
         ("assert all(add(i, 0) == i for i in range(3))", "loop"),
         ("from math import *\nassert add(1, 2) == 3", "line 1"),
         ("def check(candidate):\n    assert candidate(1) == 1", "entry_point"),
@@ -244,6 +311,20 @@ def test_after_a_test_that_takes_too_long_the_others_fail() -> None:
         ("assert not add(1, 2) == 4", 1.0),
         ("assert isinstance(add(1.0, 2), float)", 1.0),
         ("assert add(1, 2) is True", 0.0),
+        ("assert True, 'good for debugging'\nassert add(1, 2) == 3", 1.0),
+        ("for i in range(2, 5):\n    x = i * i\n    assert add(i, x) == i + i * i", 1.0),
+        ("for i in range(2):\n    assert add(i, 1) == 1", 0.5),
+        ("x = sum([i**2 for i in [1, 2]])\nassert add(1, 4) == x == sum(i**2 for i in [1, 2])", 1.0),
+        ("assert math.isclose(add(1, math.pi), 4.14159, rel_tol=1e-3)", 1.0),
+        ("r = abs(add(-1, -2))\nassert r == 3", 1.0),
+        ("r = abs(add(1, ''))\nassert r == 3\nassert add(1, 2) == 3", 0.5),
+        ("r = [add(1, 2), add(3, 4)]\nassert r == [3, 7]", 1.0),
+        ("str = 'ab'\nassert add(str, 'c') == str + 'c'", 1.0),
+        ("import random\nunused = random.random()\nx, y = random.random(), 1\nassert add(x, y) == x + y", 1.0),
+        (
+            "from random import choice\nfor _ in range(9):\n    x = choice(range(9999))\n    assert add(x, 1) == x + 1",
+            1.0,
+        ),
     ],
 )
 def test_asserts_of_several_forms(text: str, expected: float) -> None:
@@ -282,6 +363,12 @@ def test_which_outputs_are_the_same(printed: str, expected: str, is_same: bool) 
         (float("nan"), float("nan"), False),
         ("1", 1, False),
         (None, None, True),
+        (True, 1, False),
+        (1, True, False),
+        ([True, False], [1, 0], False),
+        (True, 1.0, False),
+        ({"a": True}, {"a": True}, True),
+        (10**400, 1.5, False),
     ],
 )
 def test_which_values_are_the_same(value: Any, expected: Any, is_same: bool) -> None:

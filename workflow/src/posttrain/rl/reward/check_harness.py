@@ -40,9 +40,10 @@ def main():
         try:
             exec(text, namespace)
         except Exception:
-            if not is_assert:
+            # Asserts that need what the solution could not compute fail for lack of its name.
+            if not is_assert and asked["name"] not in text:
                 raise
-            held.append(False)
+            held += [False] if is_assert else []
         else:
             held += [True] if is_assert else []
     json.dump(held, sys.stdout)

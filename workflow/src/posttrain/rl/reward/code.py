@@ -31,7 +31,7 @@ NAME = "code"
 # Two numbers with a decimal point are equal within this share of the expected one, or this distance below 1.
 TOLERANCE = Decimal("1e-6")
 _BLOCK = re.compile(
-    r"^[ \t]*```[ \t]*(?:python|python3|py)[ \t]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE | re.IGNORECASE
+    r"^[ \t]*```[ \t]*(?:python|python3|py)(?:[ \t][^\n]*)?\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE | re.IGNORECASE
 )
 # More digits are compared as text: arithmetic with them would take time.
 _MAX_DIGITS = 100
@@ -79,7 +79,7 @@ class CodeGrader:
             )
         except SandboxUnavailable as error:
             return Failure("sandbox", str(error))
-        except ValueError as error:
+        except Exception as error:
             return Failure("error", reason_of(error))
         return Grade(float(all(passed)), {"passed": sum(passed) / len(passed)})
 
@@ -143,7 +143,7 @@ class CodeGrader:
 
 def last_block(text: str) -> str:
     """Return the last complete ```python block of a response; "" if there is none."""
-    blocks = _BLOCK.findall(text)
+    blocks = _BLOCK.findall(text.replace("\r\n", "\n"))
     return str(blocks[-1]) if blocks else ""
 
 
@@ -164,8 +164,13 @@ def same_value(value: Any, expected: Any) -> bool:
         return len(value) == len(expected) and all(map(same_value, value, expected))
     if isinstance(value, dict) and isinstance(expected, dict):
         return value.keys() == expected.keys() and all(same_value(value[key], expected[key]) for key in value)
+    if isinstance(value, bool) is not isinstance(expected, bool):
+        return False
     if isinstance(expected, float) and isinstance(value, int | float):
-        return math.isclose(value, expected, rel_tol=float(TOLERANCE), abs_tol=float(TOLERANCE))
+        try:
+            return math.isclose(value, expected, rel_tol=float(TOLERANCE), abs_tol=float(TOLERANCE))
+        except OverflowError:  # a whole number beyond all floats
+            return False
     return bool(value == expected)
 
 

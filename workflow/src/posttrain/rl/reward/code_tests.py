@@ -83,7 +83,7 @@ def _pairs(label: Mapping[str, Any], answer: Answer) -> list[StdinTest] | list[C
     rows = list(zip(inputs, outputs, strict=True))
     if not (name := _function_of(label)):
         return [StdinTest(_text(given), _text(wanted)) for given, wanted in rows]
-    return [CallTest(name, tuple(_read(given)), _results(_read(wanted))) for given, wanted in rows]
+    return [CallTest(name, _arguments(given), _results(_read(wanted))) for given, wanted in rows]
 
 
 def _results(wanted: Any) -> tuple[Any, ...]:
@@ -105,8 +105,25 @@ def _functional(row: Mapping[str, Any], answer: Answer) -> CallTest:
     if not name:
         raise ValueError("the function is not named: give metadata.func_name, or a column fn_name")
     given = row["input"]
+    return CallTest(name, _lines(given), (_read(row["output"]),))
+
+
+def _arguments(given: Any) -> tuple[Any, ...]:
+    """Return the arguments of a call: a list, or JSON text of one or of an argument in each line."""
+    read = _read(given)
+    if isinstance(read, str):
+        return _lines(given)
+    if not isinstance(read, list):
+        raise ValueError(f"the arguments of a call are {type(read).__name__}: expected a list")
+    return tuple(read)
+
+
+def _lines(given: Any) -> tuple[Any, ...]:
+    """Return the arguments of a call, one in a line or in an item of a list."""
     lines = [line for line in given.split("\n") if line.strip()] if isinstance(given, str) else given
-    return CallTest(name, tuple(map(_read, lines)), (_read(row["output"]),))
+    if not isinstance(lines, list):
+        raise ValueError(f"the arguments of a call are {type(lines).__name__}: expected a list")
+    return tuple(map(_read, lines))
 
 
 def _function_of(row: Mapping[str, Any]) -> str:
