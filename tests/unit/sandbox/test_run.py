@@ -265,6 +265,43 @@ def test_a_missing_bubblewrap_is_no_result(monkeypatch: pytest.MonkeyPatch) -> N
         run_source("1")
 
 
+WITH_FEW_DESCRIPTORS = """
+import asyncio, os, resource
+from posttrain.sandbox.program import *
+from posttrain.sandbox.run import run
+
+async def main():
+    program = Program("print(1)")
+    await run(program, Limits())
+    before = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before + 40, before + 40))
+    found = []
+    for left in range(0, 40, 2):
+        held = [os.open("/dev/null", os.O_RDONLY) for _ in range(40 - left)]
+        try:
+            found.append((await run(program, Limits())).stdout)
+        except SandboxUnavailable as error:
+            found.append("Too many open files" in str(error))
+        finally:
+            for number in held:
+                os.close(number)
+    print(found[0], set(found) == {True, b"1\\n"}, found[-1], len(os.listdir("/proc/self/fd")) <= before)
+
+asyncio.run(main())
+"""
+
+
+def test_a_lack_of_file_descriptors_is_no_result_and_leaves_nothing_open() -> None:
+    said = subprocess.run([sys.executable, "-c", WITH_FEW_DESCRIPTORS], capture_output=True, text=True, timeout=120)
+    assert said.stdout.strip() == "True True b'1\\n' True", said.stderr
+
+
+def test_a_cgroup_that_cannot_be_made_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_module, "find_delegated", lambda: Path("/nowhere"))
+    with pytest.raises(SandboxUnavailable, match="/nowhere"):
+        run_source("1")
+
+
 def test_files_larger_than_the_working_folder_are_an_error_of_the_caller() -> None:
     with pytest.raises(ValueError, match=r"sandbox\.memory_mib"):
         run_source("1", limits=QUICK, big=bytes(100 << 20))

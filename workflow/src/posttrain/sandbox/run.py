@@ -55,6 +55,13 @@ async def run(program: Program, limits: Limits) -> Result:
     started = time.monotonic()
     if sum(map(len, program.all_files.values())) > limits.memory_bytes // len(WRITABLE):
         raise ValueError("the files are larger than the working folder: raise sandbox.memory_mib")
+    try:
+        return await _run(program, limits, started)
+    except OSError as error:
+        raise SandboxUnavailable(f"this machine cannot run a sandbox now ({error})") from error
+
+
+async def _run(program: Program, limits: Limits, started: float) -> Result:
     parent = find_delegated()
     with limited_cgroup(parent, limits) if parent else contextlib.nullcontext() as group, _lifeline() as (ours, theirs):
         process = _start(program, limits, theirs)
@@ -222,7 +229,12 @@ class _Sandbox:
         """Return bubblewrap's exit code when it has ended."""
         if self._process.poll() is None:
             loop, ended = asyncio.get_running_loop(), asyncio.Event()
-            number = os.pidfd_open(self._process.pid)
+            try:
+                number = os.pidfd_open(self._process.pid)
+            except OSError:  # no file descriptor is left
+                while self._process.poll() is None:
+                    await asyncio.sleep(WATCH_SECONDS)
+                return self._process.wait()
             loop.add_reader(number, ended.set)
             try:
                 await ended.wait()
