@@ -69,6 +69,7 @@ def test_a_model_learns_to_call_a_tool(tmp_path: Path) -> None:
     assert after["episodes"]["tool_calls"] > 0.6
     page = (workflow.run_folder / "report.html").read_text()
     assert "Turns of an episode" in page
+    assert all(f"{count} with {turns}" in page for turns, count in after["episodes"]["by_turns"].items())
     assert 'class="read"' in page
 
 
