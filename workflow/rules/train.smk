@@ -43,7 +43,12 @@ rule approve_data:
         settings=lambda wildcards: json.dumps(
             [
                 dataclasses.asdict(section)
-                for section in (CFG.data, CFG.reward, CFG.rollout, *([CFG.environment] if CFG.data.environment else []))
+                for section in (
+                    CFG.data,
+                    CFG.reward,
+                    CFG.rollout,
+                    *([CFG.environment] if CFG.data.environment else []),
+                )
             ]
         ),
         checkpoint=PATHS.hf_patched,

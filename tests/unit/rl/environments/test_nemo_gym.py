@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 from tests.support.answering_services import answering
 
-from posttrain.rl.environments.nemo_gym import NemoGymEnvironments
+from posttrain.rl.environments.nemo_gym import NemoGymEnvironment
 from posttrain.rl.environments.protocol import EnvironmentFailure, EpisodeReward, Message, Observation, Start
 
 TOOL = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True}
@@ -68,7 +68,7 @@ def play(*actions: Message, loses: str = "", row: dict = ROW):
     async def episode():
         counter = Counter(loses)
         async with answering(*counter.routes()) as url:
-            environment = await NemoGymEnvironments(url, 5).open(0)
+            environment = NemoGymEnvironment(url, 5, 0)
             try:
                 start = await environment.reset(row)
                 answers = [await environment.step(action) for action in actions]
@@ -130,7 +130,7 @@ def test_a_server_that_was_started_again_is_a_failure_and_no_zero():
 
     async def episode():
         async with answering(*Counter().routes()) as url:
-            environment = await NemoGymEnvironments(url, 5).open(0)
+            environment = NemoGymEnvironment(url, 5, 0)
             await environment.reset(ROW)
             await environment.step(act({"count": 3}))
         port = int(url.rpartition(":")[2])
@@ -161,12 +161,12 @@ def test_failures_of_the_server():
         play(act({"count": 66}))
 
     async def alone():
-        environment = await NemoGymEnvironments("http://127.0.0.1:1", 5).open(0)
+        environment = NemoGymEnvironment("http://127.0.0.1:1", 5, 0)
         with pytest.raises(EnvironmentFailure, match="crash: the server cannot be reached"):
             await environment.reset(ROW)
         await environment.close()
         async with answering(web.post("/seed_session", lambda request: _empty())) as url:
-            environment = await NemoGymEnvironments(url, 5).open(0)
+            environment = NemoGymEnvironment(url, 5, 0)
             with pytest.raises(EnvironmentFailure, match="error: /seed_session set no cookie"):
                 await environment.reset(ROW)
             await environment.close()

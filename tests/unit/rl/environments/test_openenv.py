@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 from tests.support.answering_services import answering
 
-from posttrain.rl.environments.openenv import OpenEnvEnvironments
+from posttrain.rl.environments.openenv import OpenEnvEnvironment
 from posttrain.rl.environments.protocol import EnvironmentFailure, EpisodeReward, Message, Observation
 
 SCHEMA = {
@@ -64,7 +64,7 @@ def play(*actions: Message, answers: list, schema: object = None, deadline: floa
 
     async def episode():
         async with answering(web.get("/schema", schemas), web.get("/ws", talk)) as url:
-            environment = await OpenEnvEnvironments(url, deadline).open(7)
+            environment = OpenEnvEnvironment(url, deadline, 7)
             try:
                 start = await environment.reset(ROW)
                 found = [await environment.step(action) for action in actions]
@@ -133,7 +133,7 @@ def test_a_server_without_a_schema_or_that_is_not_there():
         play(answers=[], schema=[])
 
     async def alone():
-        environment = await OpenEnvEnvironments("http://127.0.0.1:1", 5).open(0)
+        environment = OpenEnvEnvironment("http://127.0.0.1:1", 5, 0)
         with pytest.raises(EnvironmentFailure, match="crash: reset: ClientConnectorError"):
             await environment.reset(ROW)
         await environment.close()

@@ -20,9 +20,11 @@ from posttrain.config.load import merge
 from posttrain.config.own_environment import inspect_environment
 from posttrain.rl.environments.http_calls import HttpCalls
 from posttrain.rl.environments.kinds import environments_of
-from posttrain.rl.environments.pool import EnvironmentPool, own_source
+from posttrain.rl.environments.nemo_gym import NemoGymEnvironment
+from posttrain.rl.environments.openenv import OpenEnvEnvironment
+from posttrain.rl.environments.pool import EnvironmentPool, PooledEnvironment, own_source
 from posttrain.rl.environments.protocol import EnvironmentFailure, EpisodeReward, Observation, Start
-from posttrain.rl.environments.service import ServiceEnvironments
+from posttrain.rl.environments.service import ServiceEnvironment
 
 SERVE = [sys.executable, "-m", "posttrain.rl.environments.serve"]
 NASTY = f"{Path(nasty_environment.__file__)}:Nasty"
@@ -56,7 +58,7 @@ def play(url: str, *words: str, end: str = "done", deadline: float = 20.0):
     """Return what each action is answered with, failures included, and the reward."""
 
     async def episode():
-        environment, found = await ServiceEnvironments(url, deadline).open(7), []
+        environment, found = ServiceEnvironment(url, deadline, 7), []
         await environment.reset({"messages": USER, "label": "begin"})
         for word in words:
             try:
@@ -118,7 +120,7 @@ def test_a_session_without_calls_is_closed():
     with serving(NASTY, "--idle-seconds", "0.3") as (url, _):
 
         async def story():
-            environment = await ServiceEnvironments(url, 5).open(0)
+            environment = ServiceEnvironment(url, 5, 0)
             await environment.reset({"messages": USER, "label": "begin"})
             await asyncio.sleep(1)
             with pytest.raises(EnvironmentFailure, match="no such session"):
@@ -132,7 +134,7 @@ def test_a_service_that_ends_or_is_not_there():
     with serving("calculator") as (url, server):
 
         async def story():
-            environment = await ServiceEnvironments(url, 5).open(0)
+            environment = ServiceEnvironment(url, 5, 0)
             start = await environment.reset({"messages": USER, "label": "7"})
             assert isinstance(start, Start)
             assert start.tools
@@ -143,14 +145,14 @@ def test_a_service_that_ends_or_is_not_there():
                 await environment.reward({})
             await environment.close()
             with pytest.raises(EnvironmentFailure, match="crash: /reset: ClientConnectorError"):
-                await (await ServiceEnvironments(url, 5).open(0)).reset({})
+                await ServiceEnvironment(url, 5, 0).reset({})
 
         asyncio.run(story())
 
 
 async def refused(answer) -> tuple[str, str]:
     async with answering(web.post("/reset", answer)) as url:
-        environment = await ServiceEnvironments(url, 5).open(0)
+        environment = ServiceEnvironment(url, 5, 0)
         with pytest.raises(EnvironmentFailure) as caught:
             await environment.reset({"label": 1})
         await environment.close()
@@ -202,10 +204,20 @@ def test_what_is_no_environment_is_not_served():
         assert text in ended.stderr
 
 
-def test_the_kind_is_chosen_by_the_name():
-    def kind_of(name: str):
-        words = {"model": "tiny", "site": "local", "set": f"data.environment={name} data.reward=environment"}
-        return type(environments_of(merge(words, ROOT / "config").config))
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("http://node7:8400", ServiceEnvironment),
+        ("openenv+http://node7:8400", OpenEnvEnvironment),
+        ("nemo_gym+https://node7:8400", NemoGymEnvironment),
+        ("calculator", PooledEnvironment),
+    ],
+)
+def test_the_kind_is_chosen_by_the_name(name: str, kind: type):
+    words = {"model": "tiny", "site": "local", "set": f"data.environment={name} data.reward=environment"}
 
-    assert kind_of("http://node7:8400") is ServiceEnvironments
-    assert kind_of("calculator") is EnvironmentPool
+    async def opened():
+        with environments_of(merge(words, ROOT / "config").config) as environments:
+            return await environments.open(0)
+
+    assert type(asyncio.run(opened())) is kind

@@ -4,21 +4,38 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from posttrain.config.own_environment import is_address
 from posttrain.config.schema import Config
-from posttrain.rl.environments.nemo_gym import NemoGymEnvironments
-from posttrain.rl.environments.openenv import OpenEnvEnvironments
+from posttrain.rl.environments.nemo_gym import NemoGymEnvironment
+from posttrain.rl.environments.openenv import OpenEnvEnvironment
 from posttrain.rl.environments.pool import EnvironmentPool
-from posttrain.rl.environments.protocol import Environments
-from posttrain.rl.environments.service import ServiceEnvironments
+from posttrain.rl.environments.protocol import Environments, OpenEnvironment
+from posttrain.rl.environments.service import ServiceEnvironment
 
-# By the beginning of the address, before a "+".
-SERVICES: Mapping[str, Callable[[str, float], contextlib.AbstractContextManager[Environments]]] = {
-    "": ServiceEnvironments,
-    "nemo_gym": NemoGymEnvironments,
-    "openenv": OpenEnvEnvironments,
+# Connects with a service: its address, the time limit of a call, and the episode's seed. By the beginning of the
+# address, before a "+".
+SERVICES: Mapping[str, Callable[[str, float, int], OpenEnvironment]] = {
+    "": ServiceEnvironment,
+    "nemo_gym": NemoGymEnvironment,
+    "openenv": OpenEnvEnvironment,
 }
+
+
+class RemoteEnvironments:
+    """Environments of a service; each has a connection of its own, made by `reset`.
+
+    Args:
+        connect: Returns one, from its seed.
+    """
+
+    def __init__(self, connect: Callable[[int], OpenEnvironment]):
+        self._connect = connect
+
+    async def open(self, seed: int) -> OpenEnvironment:
+        """See `Environments`."""
+        return self._connect(seed)
 
 
 def environments_of(config: Config) -> contextlib.AbstractContextManager[Environments]:
@@ -32,5 +49,6 @@ def environments_of(config: Config) -> contextlib.AbstractContextManager[Environ
     if is_address(name):
         scheme, _, rest = name.partition("://")
         kind, _, transport = scheme.rpartition("+")
-        return SERVICES[kind](f"{transport}://{rest}", config.environment.deadline_seconds)
+        address, seconds = f"{transport}://{rest}", config.environment.deadline_seconds
+        return contextlib.nullcontext(RemoteEnvironments(partial(SERVICES[kind], address, seconds)))
     return EnvironmentPool.of(config)

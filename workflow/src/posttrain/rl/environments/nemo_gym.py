@@ -28,29 +28,16 @@ PARAMETERS = "responses_create_params"
 AGENTS_ERRORS = (404, 422)
 
 
-class NemoGymEnvironments(contextlib.AbstractContextManager["NemoGymEnvironments", None]):
-    """Opens sessions of a resources server.
+class NemoGymEnvironment:
+    """A session; see `OpenEnvironment`.
 
     Args:
-        url: Its address.
+        url: The server's address.
         deadline_seconds: Time limit of a call.
+        seed: Not used: servers take none.
     """
 
-    def __init__(self, url: str, deadline_seconds: float):
-        self._url, self._deadline = url, deadline_seconds
-
-    def __exit__(self, *_: object) -> None:
-        """Do nothing: each environment closes its own connections."""
-
-    async def open(self, seed: int) -> NemoGymEnvironment:
-        """See `Environments`; the seed is not used, because servers take none."""
-        return NemoGymEnvironment(self._url, self._deadline)
-
-
-class NemoGymEnvironment:
-    """A session; see `OpenEnvironment`."""
-
-    def __init__(self, url: str, deadline_seconds: float):
+    def __init__(self, url: str, deadline_seconds: float, seed: int):
         self._calls = HttpCalls(url, deadline_seconds)
         self._alive = _IdleConnection(url, deadline_seconds)
         self._row: dict[str, Any] = {}

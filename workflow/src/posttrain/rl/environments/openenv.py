@@ -26,30 +26,17 @@ ACT = "act"
 AGENTS_ERRORS = ("VALIDATION_ERROR", "INVALID_JSON")
 
 
-class OpenEnvEnvironments(contextlib.AbstractContextManager["OpenEnvEnvironments", None]):
-    """Opens sessions of an OpenEnv server, which has to allow as many as episodes run at once.
+class OpenEnvEnvironment:
+    """A session, which is a connection; see `OpenEnvironment`.
 
     Args:
-        url: Its address, "http://host:port".
+        url: The address of a server that allows as many sessions as episodes run at once, "http://host:port".
         deadline_seconds: Time limit of a call.
+        seed: The environment's.
     """
 
-    def __init__(self, url: str, deadline_seconds: float):
-        self._url, self._deadline = url.rstrip("/"), deadline_seconds
-
-    def __exit__(self, *_: object) -> None:
-        """Do nothing: each environment closes its own connection."""
-
-    async def open(self, seed: int) -> OpenEnvEnvironment:
-        """See `Environments`."""
-        return OpenEnvEnvironment(self._url, self._deadline, seed)
-
-
-class OpenEnvEnvironment:
-    """A session, which is a connection; see `OpenEnvironment`."""
-
     def __init__(self, url: str, deadline_seconds: float, seed: int):
-        self._url, self._deadline, self._seed = url, deadline_seconds, seed
+        self._url, self._deadline, self._seed = url.rstrip("/"), deadline_seconds, seed
         self._http: aiohttp.ClientSession | None = None
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         # The server has said that the episode has ended, and has given a reward.

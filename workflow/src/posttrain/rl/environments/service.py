@@ -11,30 +11,17 @@ from posttrain.rl.environments.http_calls import HttpCalls
 from posttrain.rl.environments.protocol import EnvironmentFailure, EpisodeReward, Message, Observation, Start
 
 
-class ServiceEnvironments(contextlib.AbstractContextManager["ServiceEnvironments", None]):
-    """Opens environments of a service.
+class ServiceEnvironment:
+    """An environment of a service; see `OpenEnvironment`.
 
     Args:
         url: Its address.
         deadline_seconds: Time limit of a call.
+        seed: The environment's.
     """
 
-    def __init__(self, url: str, deadline_seconds: float):
-        self._url, self._deadline = url, deadline_seconds
-
-    def __exit__(self, *_: object) -> None:
-        """Do nothing: each environment closes its own connection."""
-
-    async def open(self, seed: int) -> ServiceEnvironment:
-        """See `Environments`; the service is first asked by `reset`."""
-        return ServiceEnvironment(HttpCalls(self._url, self._deadline), seed)
-
-
-class ServiceEnvironment:
-    """An environment of a service; see `OpenEnvironment`."""
-
-    def __init__(self, calls: HttpCalls, seed: int):
-        self._calls, self._seed = calls, seed
+    def __init__(self, url: str, deadline_seconds: float, seed: int):
+        self._calls, self._seed = HttpCalls(url, deadline_seconds), seed
         self._session = ""
 
     async def reset(self, row: Mapping[str, Any]) -> Start:
