@@ -156,6 +156,7 @@ class Training:
         # An engine that dies while it gets weights ends the attempt.
         assert self.num_engine_deaths > deaths_before, output[-6000:]
         assert "engine" in output.splitlines()[-1], output[-6000:]
+        assert "do not generate" not in output.splitlines()[-1], "asked while weights were sent"
         return False
 
     def _workers(self) -> list[psutil.Process]:

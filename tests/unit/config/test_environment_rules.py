@@ -43,6 +43,7 @@ def resolve(settings: str):
             "environment.tool_call_parser",
             "json",
         ),
+        (f"{CALCULATOR} environment.tool_call_parser=glm74", "unknown-parser", "environment.tool_call_parser", "glm47"),
         ("environment.max_turns=3", "unused-value", "environment.max_turns", "16"),
         ("environment.history=template", "unused-value", "environment.history", "keep"),
     ],

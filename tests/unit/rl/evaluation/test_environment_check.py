@@ -6,11 +6,13 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from tests.support.rejections import assert_rejection
+from tests.support.rejections import assert_rejection, rejected
 from tests.support.workflow_runs import ROOT
 
+from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
 from posttrain.config.load import merge
 from posttrain.errors import ConfigError
+from posttrain.rl.data.chat import ChatTokenizer
 from posttrain.rl.evaluation.environment_check import (
     CHEATS,
     PERFECT,
@@ -84,6 +86,13 @@ class Unpaid(Known):
     def reward(self, trajectory):
         return 0.0
 
+class Costly(Known):
+    def step(self, action):
+        return super().step(action)[:2]
+
+    def reward(self, trajectory):
+        return -2.0 if self.is_right() else -9.0
+
 class Failing(Sound):
     def step(self, action):
         raise RuntimeError("no network")
@@ -98,12 +107,13 @@ ROWS = [Prompt(i, ({"role": "user", "content": f"What is {i} + 0?"},), str(i)) f
 @pytest.fixture
 def check(tmp_path: Path):
     (tmp_path / "weak.py").write_text(SOURCE)
+    make_tokenizer(256).save_pretrained(tmp_path / "hf")
 
-    def check(name: str):
-        settings = "environment.num_workers=1 environment.max_turns=3 reward.max_failure_share=0"
+    def check(name: str, more: str = ""):
+        settings = f"{more} environment.num_workers=1 environment.max_turns=3 reward.max_failure_share=0"
         words = f"data.environment={name} data.reward=environment {settings}".replace("=weak", f"={tmp_path}/weak")
         config = merge({"model": "tiny", "site": "local", "set": words}, ROOT / "config").config
-        checks = asyncio.run(check_environment(config, ROWS))
+        checks = asyncio.run(check_environment(config, ChatTokenizer(tmp_path / "hf"), ROWS))
         return {one.agent: one for one in checks}, problems_of(checks, config)
 
     return check
@@ -164,3 +174,13 @@ def test_a_perfect_agent_without_messages_is_refused(check):
 def test_a_perfect_agent_that_earns_nothing_is_the_environments_fault_and_no_cheat_is_paid(check):
     _, problems = check("weak.py:Unpaid")
     assert [problem.code for problem in problems] == ["perfect-agent-unpaid"]
+
+
+def test_an_environment_that_never_pays_more_than_0_passes_if_the_perfect_agent_loses_least(check):
+    _, problems = check("weak.py:Costly")
+    assert problems == []
+
+
+def test_what_an_environment_says_first_has_to_fit(check):
+    with rejected("prompts-too-long", key="rollout.max_prompt_tokens"):
+        check("weak.py:Sound", "rollout.max_prompt_tokens=5")

@@ -47,7 +47,7 @@ def play(tokenizer: ChatTokenizer, tmp_path: Path) -> Callable[..., None]:
         for engine in engines:
             application = web.Application()
             application.router.add_post("/generate", engine.generate)
-            application.router.add_post("/{path:.*}", engine.other)
+            application.router.add_route("*", "/{path:.*}", engine.other)
             servers.append(TestServer(application))
             await servers[-1].start_server()
         urls = [str(server.make_url("")).rstrip("/") for server in servers]

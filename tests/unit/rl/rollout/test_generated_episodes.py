@@ -108,30 +108,97 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(episode_module, "START_PAUSE_SECONDS", 0.0)
 
 
-def test_an_engine_that_fails_while_it_parses_calls_is_waited_for(play: Callable[..., None]) -> None:
-    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+PARSING = {**IN_ENVIRONMENT, "engine__kind": "sglang", "environment__tool_call_parser": "glm47"}
 
-    class Failing(Engine):
-        num_parsed = 0
 
-        async def other(self, request: web.Request) -> web.Response:
-            if request.path != "/parse_function_call":
-                return await super().other(request)
-            self.num_parsed += 1
-            if self.num_parsed == 1:
-                return web.json_response({"error": {"message": "starting"}}, status=500)
+class Parsing(Engine):
+    """Parses calls, but the first `num_failing` times; then it does not answer, or refuses with a status."""
+
+    def __init__(self, num_failing: int, status: int = 0):
+        super().__init__()
+        self.num_failing, self.status = num_failing, status
+
+    async def other(self, request: web.Request) -> web.Response:
+        if request.path != "/parse_function_call":
+            return await super().other(request)
+        self.num_failing -= 1
+        if self.num_failing < 0:
             return web.json_response({"normal_text": "", "calls": [{"name": "add", "parameters": "{}"}]})
+        if not self.status:
+            request.transport.close()
+        return web.json_response({"error": {"message": "no"}}, status=self.status or 200)
+
+
+def test_an_engine_that_does_not_answer_a_parse_is_waited_for(play: Callable[..., None]) -> None:
+    engine = Parsing(num_failing=10**6)
 
     async def story(generator: TrajectoryGenerator, store: QueueStore) -> None:
         await generator.begin(0)
         with pytest.raises(EngineError):
             await generator.collect(0)
+        engine.num_failing = 0
+        await generator._client.wait_ready(5.0)
         await generator.resume(0)
         groups = (await generator.collect(0)).groups
         assert {one.parts["episode/tool_calls"] for group in groups for one in group.trajectories} == {3}
 
-    settings = {**IN_ENVIRONMENT, "engine__kind": "sglang", "environment__tool_call_parser": "glm47"}
-    play(story, Failing(), environments=ScriptedEnvironments(tools=tools), **settings)
+    play(story, engine, environments=ScriptedEnvironments(tools=TOOLS), **PARSING)
+
+
+@pytest.mark.parametrize(("num_failing", "reward"), [(1, 1.0), (10**6, None)])
+def test_a_parser_that_refuses_a_text_twice_costs_its_trajectory(
+    play: Callable[..., None], num_failing: int, reward: float | None
+) -> None:
+    async def story(generator: TrajectoryGenerator, store: QueueStore) -> None:
+        await generator.begin(0)
+        (trajectory,) = {one.reward for group in (await generator.collect(0)).groups for one in group.trajectories}
+        assert trajectory == reward
+
+    settings = {**PARSING, "reward__max_failure_share": 1}
+    play(story, Parsing(num_failing, 400), environments=ScriptedEnvironments(tools=TOOLS), **settings)
+
+
+def test_no_turn_is_asked_for_while_an_engine_is_replaced(play: Callable[..., None]) -> None:
+    """Engines that wait for the trainer: a tool that ends meanwhile has to wait for the weights, too."""
+    ended = asyncio.Event()
+
+    class Dying(Engine):
+        """Answers one request, and the others once it is back."""
+
+        is_back = False
+
+        def answer(self, body: dict[str, Any]) -> tuple[list[int], str]:
+            return [DIGIT], "stop" if self.is_back or len(self.asked) == 1 else "die"
+
+    class Slow(ScriptedEnvironments):
+        async def open(self, seed: int) -> Any:
+            opened = await super().open(seed)
+            step = opened.step
+
+            async def slow(action: Message) -> Observation:
+                await ended.wait()
+                return await step(action)
+
+            opened.step = slow  # type: ignore[method-assign]
+            return opened
+
+    engine = Dying()
+
+    async def story(generator: TrajectoryGenerator, store: QueueStore) -> None:
+        await generator.begin(0)
+        with pytest.raises(EngineError):
+            await generator.collect(0)
+        count, engine.is_back = len(engine.asked), True
+        ended.set()
+        await asyncio.sleep(0.1)
+        assert len(engine.asked) == count
+        await generator._client.wait_ready(5.0)
+        await generator.resume(0)
+        assert len((await generator.collect(0)).groups) == 2
+
+    settings = {**IN_ENVIRONMENT, "rollout__max_staleness": 0, "algorithm__preset": "grpo"}
+    play(story, engine, environments=Slow(), **settings)
 
 
 def test_groups_without_an_environment_leave_room_for_equal_rewards(play: Callable[..., None]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from posttrain.config.data import sources_of
 from posttrain.config.derived import uses_engines
-from posttrain.config.environment import OWN_PARSER, EnvironmentSettings
+from posttrain.config.environment import OWN_PARSER, SGLANG_PARSERS, EnvironmentSettings
 from posttrain.config.fields import did_you_mean
 from posttrain.config.own_environment import BUILT_IN, KEY, SCHEMES, is_address, is_own
 from posttrain.config.reward_sum import parse_reward
@@ -85,6 +85,11 @@ def _segments(config: Config) -> Problems:
 
 def _parser(config: Config) -> Problems:
     parser = config.environment.tool_call_parser
+    known = (OWN_PARSER, *SGLANG_PARSERS)
+    if parser not in known:
+        remedy = did_you_mean(parser, known) or "choose one"
+        yield Problem("unknown-parser", "environment.tool_call_parser", repr(parser), ", ".join(known), remedy)
+        return
     if config.data.environment and parser != OWN_PARSER and config.engine.kind != "sglang":
         allowed = f"{OWN_PARSER} with engine.kind={config.engine.kind}: other parsers are SGLang's"
         yield Problem("parser-of-sglang", "environment.tool_call_parser", repr(parser), allowed, "leave it out")

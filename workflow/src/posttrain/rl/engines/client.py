@@ -22,7 +22,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -142,8 +142,11 @@ class EngineClient(EngineCommands):
             raise EngineError(f"{engines[0]} was started again: it sampled with weights that were not published")
         return dataclasses.replace(result, engine=engines[0].number)
 
-    def _engine_to_ask(self) -> Engine:
-        return self._in_flight.least_busy(self._answering)
+    @contextlib.contextmanager
+    def _one_engine(self) -> Iterator[Engine]:
+        engine = self._in_flight.least_busy(self._answering)
+        with self._in_flight.request([engine]):
+            yield engine
 
     @property
     def num_in_flight(self) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from posttrain.rl.engines.calls import Engine, EngineCalls
@@ -13,9 +14,10 @@ from posttrain.rl.engines.responses import answers_of_ranks
 class EngineCommands(EngineCalls):
     """Asks all engines about their state, and pauses them."""
 
-    def _engine_to_ask(self) -> Engine:
-        """Return an engine for a question that any can answer."""
-        return self._engines[0]
+    @contextmanager
+    def _one_engine(self) -> Iterator[Engine]:
+        """Give an engine for a question that any can answer."""
+        yield self._engines[0]
 
     async def server_info(self) -> list[dict[str, Any]]:
         """Return each engine's server info."""
@@ -40,7 +42,8 @@ class EngineCommands(EngineCalls):
             EngineError: The engine fails or has no such parser.
         """
         body = {"text": text, "tools": [*tools], "tool_call_parser": parser}
-        answer = await self.call(self._engine_to_ask(), "POST", "/parse_function_call", body, may_repeat=True)
+        with self._one_engine() as engine:
+            answer = await self.call(engine, "POST", "/parse_function_call", body, may_repeat=True)
         return answer["normal_text"], answer["calls"]
 
     async def checksums(self) -> list[dict[str, str]]:

@@ -103,7 +103,7 @@ def check_data(
     too_long, known = check_lengths(prompt_lengths, config.rollout)
     labels, verdicts = asyncio.run(_ask_graders(config, chat, train)) if uses_engines(config) else ([], [])
     labels += asyncio.run(_check_suites(suites))
-    agents = asyncio.run(check_environment(config, train)) if config.data.environment else []
+    agents = asyncio.run(check_environment(config, chat, train)) if config.data.environment else []
     given = None
     if not uses_engines(config) and not too_long:
         left_out = set(prompt_lengths.too_long)

@@ -16,10 +16,12 @@ from posttrain.config.own_environment import KEY
 from posttrain.config.reward_sum import PASSING_SCORE
 from posttrain.config.schema import Config
 from posttrain.errors import Problem
+from posttrain.rl.data.chat import ChatTokenizer
 from posttrain.rl.engines.sampling_seed import sampling_seed
 from posttrain.rl.environments.kinds import environments_of
 from posttrain.rl.environments.protocol import EnvironmentFailure, Environments, Message, Start
 from posttrain.rl.rollout.episode import row_of
+from posttrain.rl.rollout.response_limit import longest_response
 from posttrain.types import Prompt, label_text
 
 NUM_ROWS = 8
@@ -77,18 +79,23 @@ CHEATS: Mapping[str, Script] = {
 }
 
 
-async def check_environment(config: Config, prompts: Sequence[Prompt]) -> list[AgentCheck]:
+async def check_environment(config: Config, chat: ChatTokenizer, prompts: Sequence[Prompt]) -> list[AgentCheck]:
     """Return what each agent earned on a few rows: the cheats, and if the perfect agent is known, it and its replay.
 
     Args:
         config: The resolved configuration, with an environment.
+        chat: Renders what environments say first.
         prompts: The rows.
+
+    Raises:
+        ConfigError: What an environment says first is too long.
+        CheckpointError: The chat template cannot render it.
     """
     stride = max(1, len(prompts) // NUM_ROWS)
     rows = list(prompts[::stride][:NUM_ROWS])
     casts = {name: [(row, script) for row in rows] for name, script in CHEATS.items()}
     with environments_of(config) as environments:
-        player = _Player(config, environments)
+        player = _Player(config, chat, environments)
         perfect, failures = await player.find_perfect(rows)
         if perfect:
             casts |= {PERFECT: [*zip(rows, perfect, strict=True)], REPLAY: _replayed(rows, perfect)}
@@ -108,7 +115,7 @@ def problems_of(checks: Sequence[AgentCheck], config: Config) -> list[Problem]:
         checks: What `check_environment` found.
         config: Has the limits.
     """
-    problems = []
+    problems, is_unpaid = [], _is_perfect_unpaid(checks)
     for check in checks:
         count = len(check.rewards)
         if len(check.failures) > share_of(config.reward.max_failure_share, count):
@@ -116,12 +123,11 @@ def problems_of(checks: Sequence[AgentCheck], config: Config) -> list[Problem]:
             value = f"failed in {len(check.failures)} of {count} episodes of an agent that {check.told}:{told}"
             allowed = f"at most {config.reward.max_failure_share:.1%} (reward.max_failure_share)"
             problems.append(Problem("environment-fails", KEY, value, allowed, "fix the environment or its service"))
-        earned = [reward for reward in check.rewards if reward is not None]
-        if check.agent == PERFECT and earned and max(earned) <= 0:
-            value = f"pays the agent that {check.told} nothing in {len(earned)} rows: {check.rewards}"
-            allowed, remedy = "a reward above 0", "correct `perfect`, or the reward"
+        if check.agent == PERFECT and is_unpaid:
+            value = f"pays the agent that {check.told} no more than the others: {check.rewards}"
+            allowed, remedy = "more than an agent without a clue earns", "correct `perfect`, or the reward"
             problems.append(Problem("perfect-agent-unpaid", KEY, value, allowed, remedy))
-        if check.agent != PERFECT and check.num_paid > share_of(config.reward.max_other_label, count):
+        if check.agent != PERFECT and not is_unpaid and check.num_paid > share_of(config.reward.max_other_label, count):
             value = f"pays an agent that {check.told} in {check.num_paid} of {count} rows: {check.rewards}"
             allowed = f"less than the perfect agent earns, or {PASSING_SCORE} where none is known"
             remedy = "let the reward depend on what the agent has achieved (docs/environments.md)"
@@ -132,8 +138,8 @@ def problems_of(checks: Sequence[AgentCheck], config: Config) -> list[Problem]:
 class _Player:
     """Plays scripted episodes."""
 
-    def __init__(self, config: Config, environments: Environments):
-        self._config, self._environments = config, environments
+    def __init__(self, config: Config, chat: ChatTokenizer, environments: Environments):
+        self._config, self._chat, self._environments = config, chat, environments
         self._at_a_time = asyncio.Semaphore(NUM_PLAYED)
 
     async def find_perfect(self, rows: Sequence[Prompt]) -> tuple[list[Script], tuple[str, ...]]:
@@ -170,6 +176,7 @@ class _Player:
 
     async def _episode(self, environment: Any, row: Prompt, script: Script) -> float:
         start = await environment.reset(row_of(row))
+        longest_response(self._config, row.prompt_id, len(self._chat.render(start.messages, start.tools)))
         actions, messages, rewards = script(start), [*start.messages], list[float]()
         end, num_turns = "turns", 0
         while num_turns < self._config.environment.max_turns:
@@ -202,11 +209,21 @@ def _replayed(rows: Sequence[Prompt], perfect: Sequence[Script]) -> list[tuple[P
     return cast
 
 
+def _is_perfect_unpaid(checks: Sequence[AgentCheck]) -> bool:
+    """Return whether the perfect agent earns nothing anywhere, and nowhere more than all others."""
+    (perfect, *_) = [check.rewards for check in checks if check.agent == PERFECT] or [()]
+    others = [check.rewards for check in checks if check.agent in CHEATS]
+    by_row = [(reward, [row[place] for row in others]) for place, reward in enumerate(perfect) if reward is not None]
+    return bool(by_row) and all(
+        reward <= 0 and reward <= max(other for other in of_others if other is not None)
+        for reward, of_others in by_row
+        if any(other is not None for other in of_others)
+    )
+
+
 def _judged(agent: str, results: Sequence[tuple[float | None, str]], best: Sequence[float | None]) -> AgentCheck:
     rewards = tuple(reward for reward, _ in results)
     paid = [
-        reward >= most > 0
-        for reward, most in zip(rewards, best, strict=True)
-        if reward is not None and most is not None
+        reward >= most for reward, most in zip(rewards, best, strict=True) if reward is not None and most is not None
     ]
     return AgentCheck(agent, rewards, tuple(failure for _, failure in results if failure), sum(paid))

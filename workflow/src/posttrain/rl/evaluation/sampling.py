@@ -45,7 +45,14 @@ async def _play(
     places = [(prompt, index) for prompt in prompts for index in range(config.evaluation.num_samples_per_prompt)]
     at_a_time = asyncio.Semaphore(config.engine.max_running_requests * client.num_engines)
     with environments_of(config) as environments:
-        runner = EpisodeRunner(config, tokenizer, environments, client.parse_tool_calls, config.evaluation.temperature)
+        runner = EpisodeRunner(
+            config,
+            tokenizer,
+            environments,
+            client.parse_tool_calls,
+            config.evaluation.temperature,
+            limits_prompts=False,
+        )
         with ProgressBar("held-out episodes", len(places), "episodes") as progress:
 
             async def play(prompt: Prompt, index: int) -> Episode:

@@ -101,6 +101,7 @@ class EpisodeRunner:
         parse_calls: Parses tool calls if `environment.tool_call_parser` is one of the engine's; see
             `EngineClient.parse_tool_calls`.
         temperature: Of sampling; None: as in training.
+        limits_prompts: The trainer's limits of prompts and of its context hold, too.
     """
 
     def __init__(
@@ -110,7 +111,9 @@ class EpisodeRunner:
         environments: Environments,
         parse_calls: ParseCalls,
         temperature: float | None = None,
+        limits_prompts: bool = True,
     ):
+        self._limits_prompts = limits_prompts
         self._config, self._settings = config, config.environment
         self._temperature = config.rollout.temperature if temperature is None else temperature
         self._tokenizer, self._environments, self._parse_calls = tokenizer, environments, parse_calls
@@ -138,6 +141,8 @@ class EpisodeRunner:
 
     def _longest(self, prompt: Prompt, num_prompt_tokens: int) -> int:
         """Return the limit for everything after the first prompt, whose length is the environment's choice."""
+        if not self._limits_prompts:
+            return self._config.rollout.max_response_tokens
         try:
             return longest_response(self._config, prompt.prompt_id, num_prompt_tokens)
         except ConfigError as error:
@@ -170,7 +175,11 @@ class EpisodeRunner:
             began = time.perf_counter()
             response = await respond(played.num_turns, request, played.engine)
             played.note_response(request, response, time.perf_counter() - began)
-            action = await self._read(response, conversation.tools)
+            try:
+                action = await self._read(response, conversation.tools)
+            except EnvironmentFailure as failure:
+                conversation.add_response(response, {"role": "assistant", "content": ""})
+                return played.episode("stop", failure)
             conversation.add_response(response, action)
             try:
                 is_cut = response.finish_reason == "length"

@@ -13,7 +13,6 @@ import dataclasses
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,68 +28,18 @@ from posttrain.rl.reward.graders import GraderPool
 from posttrain.rl.reward.scoring import check_failures
 from posttrain.rl.rollout.episode import Episode, EpisodeRunner
 from posttrain.rl.rollout.group_builder import GroupBuilder, has_equal_rewards, has_failures, without_columns
+from posttrain.rl.rollout.partial_response import ABORTED, PartialResponse
 from posttrain.rl.rollout.queue_store import QueueStore
 from posttrain.trajectory_queue import TrajectoryQueue
-from posttrain.types import Prompt, RolloutResult, TrajectoryGroup, VersionSpan
+from posttrain.types import Prompt, RolloutResult, TrajectoryGroup
 
 log = logging.getLogger(__name__)
-# SGLang's reason of a response that ended before its time.
-ABORTED = "abort"
 # For what was cancelled to end.
 CLOSE_SECONDS = 5.0
+# A parser that refuses a text refuses it again; an engine may refuse one while it starts.
+MOST_REFUSALS = 2
 # Why groups are dropped.
 EQUAL_REWARDS, NO_ENVIRONMENT = "equal_rewards", "no_environment"
-
-
-@dataclass
-class PartialResponse:
-    """The part of a response that engines have sampled so far.
-
-    Args:
-        output_ids: The tokens.
-        logprobs: The log-probability of each.
-        versions: The weight versions that sampled them.
-        finish_reason: Of the last request; `ABORTED` until the response is complete.
-        num_cached: Prompt tokens that the first request found in a prefix cache.
-        engine: Number of the last engine.
-    """
-
-    output_ids: tuple[int, ...] = ()
-    logprobs: tuple[float, ...] = ()
-    versions: tuple[VersionSpan, ...] = ()
-    finish_reason: str = ABORTED
-    num_cached: int = 0
-    engine: int | None = None
-
-    def add(self, result: GenerateResult) -> None:
-        """Append the tokens of one more request."""
-        self.num_cached = self.num_cached if self.output_ids else result.num_cached
-        self.output_ids += tuple(result.output_ids)
-        self.logprobs += tuple(result.logprobs)
-        self.versions += tuple(result.versions)
-        self.finish_reason, self.engine = result.finish_reason, result.engine
-
-    def rest_of(self, request: GenerateRequest, seed: int) -> GenerateRequest:
-        """Return the request for what is missing."""
-        return dataclasses.replace(
-            request,
-            input_ids=(*request.input_ids, *self.output_ids),
-            max_new_tokens=request.max_new_tokens - len(self.output_ids),
-            sampling_seed=seed,
-        )
-
-    def as_result(self) -> GenerateResult:
-        """Return the complete response."""
-        last = self.versions[-1].version
-        return GenerateResult(
-            self.output_ids,
-            self.logprobs,
-            self.finish_reason,
-            last,
-            versions=self.versions,
-            num_cached=self.num_cached,
-            engine=self.engine,
-        )
 
 
 class _Background:
@@ -184,7 +133,7 @@ class TrajectoryGenerator:
             EngineError: An engine failed. Its requests went to the others, or wait until `resume`.
             RuntimeError: Graders failed too often, or a token is from weights that the engines did not have.
         """
-        positions = await (self._rollout_in_turn(step) if takes_turns(self._config) else self._rollout(step))
+        positions = await (self._rollout_in_turn(step) if takes_turns(self._config) else self._rollout_awake(step))
         if self._queue.is_reserved(step):
             self._queue.take(step, positions)
             groups = self._store.read_step(step, len(positions))
@@ -211,6 +160,17 @@ class TrajectoryGenerator:
         self._background.raise_any()
         return positions
 
+    async def _rollout_awake(self, step: int) -> list[int]:
+        """Return a step's positions from engines that stay awake."""
+        try:
+            return await self._rollout(step)
+        except EngineError:
+            # A turn that is asked for while the weights are sent again waits; engines that run ahead are paused then.
+            if not runs_ahead(self._config):
+                with contextlib.suppress(EngineError):  # the first error says why
+                    await self._client.pause("abort")
+            raise
+
     async def _rollout_in_turn(self, step: int) -> list[int]:
         """Return a step's positions from engines that sleep afterwards: requests that still run go on in the next."""
         self._background.engine_failure = ""  # of an engine that has been replaced since
@@ -232,8 +192,9 @@ class TrajectoryGenerator:
         """Go on with new weights, which all engines have."""
         self._queue.version = version
         self._background.has_engines.set()
-        if runs_ahead(self._config):
+        if not takes_turns(self._config):
             await self._client.resume()
+        if runs_ahead(self._config):
             self._start_groups()
 
     def _start_groups(self) -> None:
@@ -337,12 +298,21 @@ class TrajectoryGenerator:
     async def _parse_calls(
         self, text: str, tools: Sequence[Mapping[str, Any]], parser: str
     ) -> tuple[str, Sequence[Mapping[str, Any]]]:
-        """Parse calls on an engine, on another one if it fails."""
+        """Parse calls on an engine, on another one if it does not answer.
+
+        Raises:
+            EnvironmentFailure: Engines refuse the text or the tools.
+        """
+        num_refused = 0
         while True:
             try:
                 return await self._client.parse_tool_calls(text, tools, parser)
-            except EngineError as error:
+            except NoAnswerError as error:
                 await self._wait_for_engines(error)
+            except EngineError as error:
+                num_refused += 1
+                if num_refused == MOST_REFUSALS:
+                    raise EnvironmentFailure("error", f"tool calls cannot be parsed: {error}") from error
 
     async def _wait_for_engines(self, error: EngineError) -> None:
         """Tell the trainer that an engine failed; return once a request may be sent again, to another one or later."""
