@@ -11,8 +11,9 @@ import ast
 import builtins
 import copy
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from symtable import SymbolTable, symtable
 from typing import Any
 
 # Stands for the list of values in an assert.
@@ -21,6 +22,8 @@ VALUES = "_values"
 _MAX_REPETITIONS = 1000
 # Sources of chance that have a state of their own, or none that can be set.
 _UNREPEATABLE = {"Random", "SystemRandom", "secrets", "uuid", "urandom"}
+# What an assignment can store, and what reads names only later.
+_DEFERRED = {"lambda", "genexpr"}
 # Expressions with names of their own.
 _Scope = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp | ast.Lambda
 Step = tuple[str, str]
@@ -52,6 +55,7 @@ def split_asserts(text: str, entry_point: str = "") -> AssertTests:
         ValueError: It is something else, an assert says nothing about the solution, or the two cannot be parted.
     """
     try:
+        symtable(text, "tests", "exec")  # it refuses more than the parser does
         statements, entry_point = _statements(ast.parse(text), entry_point)
     except (SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError(f"the tests are no Python: {error}") from error
@@ -152,9 +156,8 @@ class _Splitter:
         # Names of functions that draw at random, and statements that have done so.
         self._random: set[str] = set()
         self._num_draws = 0
-        self._steps: list[tuple[Step, set[str]]] = []
+        self._steps: list[_Step] = []
         self._checks: list[str] = []
-        self._plain: list[tuple[int, set[str], set[str], str]] = []
         self._num_values = self.num_asserts = 0
         for statement in statements:
             self._line = statement.lineno
@@ -188,7 +191,7 @@ class _Splitter:
             self._check_inside(statement)
             self._own -= _assigned(statement)
             self._outside -= _assigned(statement)
-            self._steps.append((("exec", ast.unparse(statement)), _loaded(statement)))
+            self._steps.append(_Step("exec", ast.unparse(statement), statement))
 
     def _add_plain(self, statement: ast.stmt) -> None:
         text, names, loaded = ast.unparse(statement), _assigned(statement), _loaded(statement)
@@ -204,7 +207,7 @@ class _Splitter:
             text = f"__import__('random').seed({self._num_draws})\n{text}"
         self._own |= names
         self._outside -= names
-        self._plain.append((len(self._steps), names, loaded, text))
+        self._steps.append(_Step("exec", text, statement, is_plain=True))
         self._checks.append(text)
 
     def _is_computed(self, value: ast.expr) -> bool:
@@ -235,7 +238,7 @@ class _Splitter:
     def replace(self, node: ast.expr) -> ast.expr:
         """Return what stands for the value of an expression of the solution's."""
         self._check_inside(node)
-        self._steps.append((("eval", ast.unparse(node)), _loaded(node)))
+        self._steps.append(_Step("eval", ast.unparse(node), node))
         place = ast.Constant(self._num_values)
         self._num_values += 1
         return ast.Subscript(ast.Name(VALUES, ast.Load()), place, ast.Load())
@@ -251,13 +254,65 @@ class _Splitter:
 
     def split(self) -> AssertTests:
         """Return both parts. Expected values that the solution's sandbox does not need stay out of it."""
-        needed = {name for _, names in self._steps for name in names}
-        steps = [step for step, _ in self._steps]
-        for place, assigned, loaded, text in reversed(self._plain):
-            if assigned & needed:
-                needed |= loaded
-                steps.insert(place, ("exec", text))
-        return AssertTests(tuple(steps), tuple(self._checks), self.num_asserts)
+        deferred: set[str] = set()
+        kept = self._kept(deferred)
+        while more := {name for step in kept for name in step.deferred} - deferred:
+            deferred |= more
+            kept = self._kept(deferred)
+        return AssertTests(tuple((step.kind, step.text) for step in kept), tuple(self._checks), self.num_asserts)
+
+    def _kept(self, deferred: set[str]) -> list[_Step]:
+        """Return the steps without those that assign only what no later step reads before it is assigned anew.
+
+        Args:
+            deferred: Names that may be read at any time.
+        """
+        kept: list[_Step] = []
+        wanted = set(deferred)
+        for step in reversed(self._steps):
+            if not step.is_plain or step.changed & wanted:
+                wanted = (wanted - step.assigned) | step.read | deferred
+                kept.insert(0, step)
+        return kept
+
+
+class _Step:
+    """A step of the solution's sandbox, and the names that it uses.
+
+    Args:
+        kind: "exec" or "eval".
+        text: Python.
+        node: The same without what has been put before it.
+        is_plain: Whether it depends on nothing of the solution's, so that the sandbox may do without.
+    """
+
+    def __init__(self, kind: str, text: str, node: ast.AST, is_plain: bool = False):
+        self.kind, self.text, self.is_plain = kind, text, is_plain
+        table = symtable(ast.unparse(node), "tests", "exec")
+        symbols, inner = table.get_symbols(), list(_inner(table))
+        self.read = {one.get_name() for one in symbols if one.is_referenced()}.union(*map(_global_names, inner))
+        stored = [one for one in inner if kind == "exec" and one.get_name() in _DEFERRED]
+        self.deferred = {name for one in stored for part in (one, *_inner(one)) for name in _global_names(part)}
+        self.assigned = {one.get_name() for one in symbols if one.is_assigned() or one.is_imported()}
+        self.changed = self.assigned | _changed_inside(node)
+
+
+def _inner(table: SymbolTable) -> Iterator[SymbolTable]:
+    """Yield the scopes within one."""
+    for one in table.get_children():
+        yield one
+        yield from _inner(one)
+
+
+def _global_names(table: SymbolTable) -> set[str]:
+    return {one.get_name() for one in table.get_symbols() if one.is_global() and one.is_referenced()}
+
+
+def _changed_inside(node: ast.AST) -> set[str]:
+    """Return the names of objects of which an item or an attribute is assigned."""
+    targets = [one for one in ast.walk(node) if isinstance(one, ast.Subscript | ast.Attribute)]
+    roots = [_root(one) for one in targets if isinstance(one.ctx, ast.Store)]
+    return {root.id for root in roots if isinstance(root, ast.Name)}
 
 
 class _Replaced(ast.NodeTransformer):
