@@ -12,6 +12,7 @@ from posttrain.config.load import merge
 CONFIG_DIR = Path(__file__).resolve().parents[3] / "config"
 OFFLINE = "rollout.num_samples_per_prompt=1 training.objective=sft rollout.temperature=1.0"
 CALCULATOR = "data.environment=calculator data.reward=environment"
+PYTHON = "data.environment=python data.reward=environment"
 KEY = "data.environment"
 
 
@@ -44,6 +45,12 @@ def resolve(settings: str):
             "json",
         ),
         (f"{CALCULATOR} environment.tool_call_parser=glm74", "unknown-parser", "environment.tool_call_parser", "glm47"),
+        (
+            f"{PYTHON} sandbox.seconds=12",
+            "deadline-below-programs",
+            "environment.deadline_seconds",
+            "at least 72: 4 programs",
+        ),
         ("environment.max_turns=3", "unused-value", "environment.max_turns", "16"),
         ("environment.history=template", "unused-value", "environment.history", "keep"),
     ],
@@ -60,6 +67,9 @@ def test_what_has_no_meaning_is_rejected(settings: str, code: str, key: str, dat
         "",
         "environment.num_workers=8 environment.memory_gib=1 environment.deadline_seconds=5",
         f"{CALCULATOR} environment.max_turns=3 environment.max_turn_tokens=4",
+        PYTHON,
+        f"{PYTHON} sandbox.seconds=12 environment.deadline_seconds=72",
+        f"{CALCULATOR} environment.deadline_seconds=5",
         f"{KEY}=http://node7:8000/env data.reward=environment+0.1*length",
     ],
 )

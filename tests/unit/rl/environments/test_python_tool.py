@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import os
+import resource
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from posttrain.config.environment import MAX_PROGRAMS
 from posttrain.config.sandbox import SANDBOX_SECRET_VARIABLE
 from posttrain.config.sandbox_needs import needs_sandbox
 from posttrain.plan.resolve import resolve
-from posttrain.rl.environments.pool import EnvironmentPool
+from posttrain.rl.environments.pool import EnvironmentPool, source_of
 from posttrain.rl.environments.protocol import EnvironmentFailure
-from posttrain.rl.environments.python_tool import MAX_CHARACTERS, TOOL, PythonTool
+from posttrain.rl.environments.python_tool import (
+    FILES_PER_SANDBOX,
+    MAX_CHARACTERS,
+    TOOL,
+    PythonTool,
+    max_sandboxes,
+)
 from posttrain.rl.environments.tool_calls import parse_action
+from posttrain.sandbox.program import Limits, Program
+from posttrain.sandbox.run import run
 
 CONFIG_DIR = Path(__file__).parents[4] / "config"
 ROW = {"messages": [{"role": "user", "content": "What is 2**20?"}], "label": "1048576"}
@@ -74,6 +86,52 @@ def test_of_long_outputs_the_middle_is_left_out() -> None:
     ((observation,), *_) = play(call(f"print('a' * {MAX_CHARACTERS} + 'b' * {MAX_CHARACTERS - 1})"))
     half = MAX_CHARACTERS // 2
     assert observation == f"{'a' * half}\n... {MAX_CHARACTERS} characters ...\n{'b' * (half - 1)}\n"
+
+
+def test_a_message_of_endless_programs_keeps_the_deadline() -> None:
+    endless = call("while 1: pass")
+    read, done, _ = play(endless * 7, environment=PythonTool(0, seconds=0.3))
+    assert read == ["error: time"] * MAX_PROGRAMS + [f"error: at most {MAX_PROGRAMS} calls in one message"] * 3
+    assert not done
+
+
+def test_programs_wait_for_a_cpu_before_their_time_runs() -> None:
+    code = "import time\nprint(time.monotonic())\ntime.sleep(0.3)\nprint(time.monotonic())"
+
+    async def read_at_once() -> list[str]:
+        tools = [PythonTool(0, len(os.sched_getaffinity(0)), seconds=1.0) for _ in range(6)]
+        steps = await asyncio.gather(*(tool.step(parse_action(call(code), [TOOL])) for tool in tools))
+        return [observation["content"] for ((observation,), _) in steps]
+
+    runs = sorted([float(word) for word in read.split()] for read in asyncio.run(read_at_once()))
+    assert all(before[1] < after[0] for before, after in itertools.pairwise(runs))
+
+
+def test_workers_share_the_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = json.loads(source_of(config_of("environment.num_workers=3"))["settings"])
+    assert settings["num_workers"] == 3
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    assert [max_sandboxes(number) for number in (1, 3, 9)] == [8, 2, 1]
+
+
+def test_running_sandboxes_are_not_taken_for_files_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker whose files are half of what it may open takes no other environment."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(1000))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
+    assert max_sandboxes(2) * FILES_PER_SANDBOX <= 1024 // 2
+
+
+def test_a_sandbox_has_few_open_files() -> None:
+    async def most_files() -> int:
+        before = found = len(os.listdir("/proc/self/fd"))
+        program = asyncio.create_task(run(Program("import time\ntime.sleep(0.5)"), Limits()))
+        while not program.done():
+            found = max(found, len(os.listdir("/proc/self/fd")))
+            await asyncio.sleep(0.01)
+        assert program.result().is_success
+        return found - before
+
+    assert 0 < asyncio.run(most_files()) <= FILES_PER_SANDBOX
 
 
 def config_of(overrides: str):

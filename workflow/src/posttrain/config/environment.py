@@ -16,6 +16,8 @@ SGLANG_PARSERS = (
     *("mimo", "minicpm5", "minimax-m2", "minimax-m3", "mistral", "muse", "nanbeige", "poolside_v1", "pythonic"),
     *("qwen", "qwen25", "qwen3_coder", "response_template", "spark25", "step3", "step3p5", "trinity"),
 )
+# Programs of one message that the environment `python` runs, one after the other.
+MAX_PROGRAMS = 4
 
 
 @dataclass(frozen=True)

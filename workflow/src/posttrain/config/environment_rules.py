@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from posttrain.config.data import sources_of
 from posttrain.config.derived import uses_engines
-from posttrain.config.environment import OWN_PARSER, SGLANG_PARSERS, EnvironmentSettings
+from posttrain.config.environment import MAX_PROGRAMS, OWN_PARSER, SGLANG_PARSERS, EnvironmentSettings
 from posttrain.config.fields import did_you_mean
 from posttrain.config.own_environment import BUILT_IN, KEY, SCHEMES, is_address, is_own
 from posttrain.config.reward_sum import parse_reward
@@ -20,6 +20,8 @@ from posttrain.errors import ConfigError, Problem
 
 Problems = Iterator[Problem]
 GRADER = "environment"
+# Of the time that programs may take: how long they may wait for others, too.
+WAITING_SHARE = 0.5
 
 
 def _name(config: Config) -> Problems:
@@ -95,6 +97,16 @@ def _parser(config: Config) -> Problems:
         yield Problem("parser-of-sglang", "environment.tool_call_parser", repr(parser), allowed, "leave it out")
 
 
+def _deadline(config: Config) -> Problems:
+    """Slow programs are an agent's fault; a call that exceeds its deadline has no reward."""
+    deadline = config.environment.deadline_seconds
+    least = MAX_PROGRAMS * config.sandbox.seconds * (1 + WAITING_SHARE)
+    if config.data.environment == "python" and deadline < least:
+        allowed = f"at least {least:g}: {MAX_PROGRAMS} programs of sandbox.seconds, and half as long to wait"
+        remedy = "raise it, or lower sandbox.seconds"
+        yield Problem("deadline-below-programs", "environment.deadline_seconds", f"{deadline:g}", allowed, remedy)
+
+
 def _without_environment(config: Config) -> Problems:
     """Engineering knobs, which a site's file may set for all runs, are left alone."""
     if config.data.environment:
@@ -115,5 +127,6 @@ ENVIRONMENT_RULES: tuple[Callable[[Config], Problems], ...] = (
     _suites,
     _segments,
     _parser,
+    _deadline,
     _without_environment,
 )

@@ -167,18 +167,27 @@ def source_of(config: Config) -> dict[str, str]:
     """
     name = config.data.environment
     if not is_own(name):
-        return built_in_source(name, config.sandbox)
+        return built_in_source(name, config.environment.num_workers, config.sandbox)
     own = inspect_environment(name)
     if own.digest != config.environment.digest:
         raise RuntimeError(f"{own.path} has changed since the run was planned; run again to plan with it as it is")
     return own_source(own)
 
 
-def built_in_source(name: str, sandbox: SandboxSettings | None = None) -> dict[str, str]:
-    """Return what workers import for an environment of ours; its sandbox has the default limits unless told."""
+def built_in_source(name: str, num_workers: int, sandbox: SandboxSettings | None = None) -> dict[str, str]:
+    """Return what workers import for an environment of ours.
+
+    Args:
+        name: A key of `BUILT_IN`.
+        num_workers: Processes that share this machine's CPUs.
+        sandbox: Limits of its programs; the default ones unless given.
+    """
     module, made = BUILT_IN[name]
-    settings = {"settings": json.dumps(dataclasses.asdict(sandbox))} if sandbox and name in SANDBOXED else {}
-    return {"module": module, "name": made, **settings}
+    source = {"module": module, "name": made}
+    if name in SANDBOXED:
+        settings = {"num_workers": num_workers, **dataclasses.asdict(sandbox or SandboxSettings())}
+        source["settings"] = json.dumps(settings)
+    return source
 
 
 def own_source(own: OwnEnvironment) -> dict[str, str]:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import os
+import resource
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
+from posttrain.config.environment import MAX_PROGRAMS
 from posttrain.config.sandbox import SandboxSettings
 from posttrain.rl.environments.protocol import Message
 from posttrain.rl.reward.answer import Answer
@@ -28,6 +34,9 @@ TOOL: dict[str, Any] = {
 # Characters of an output that the agent reads, half from its beginning and half from its end.
 MAX_CHARACTERS = 4000
 GRADER = "math_answer"
+# Open files of a running sandbox, generously, and the part of what a process may open that is left to sandboxes: when
+# half is open, the worker takes it for left behind.
+FILES_PER_SANDBOX, FILES_SHARE = 8, 1 / 4
 
 
 class PythonTool:
@@ -35,15 +44,18 @@ class PythonTool:
 
     Args:
         seed: Not used; nothing is random.
+        num_workers: Processes that share this machine's CPUs.
         settings: Fields of the section `sandbox`.
 
     Raises:
         ConfigError: A sandbox service is named, and the environment has no secret for it.
     """
 
-    def __init__(self, seed: int, **settings: Any):
+    def __init__(self, seed: int, num_workers: int = 1, **settings: Any):
         given = SandboxSettings(**settings)
         self._run, self._limits = runner_of(given), Limits.of(given)
+        # A service has a limit of its own.
+        self._num_at_once = 0 if given.address else max_sandboxes(num_workers)
         self._label: Any = None
         self._answer = ""
 
@@ -62,7 +74,7 @@ class PythonTool:
         if not calls:
             self._answer = action["content"]
             return [], True
-        return [await self._answer_to(call) for call in calls], False
+        return [await self._answer_to(call, number) for number, call in enumerate(calls)], False
 
     async def reward(self, trajectory: Mapping[str, Any]) -> float:
         """Return 1 if the final answer is the label, otherwise 0.
@@ -72,8 +84,10 @@ class PythonTool:
         """
         return grade(GRADER, Answer(self._answer, self._label)).score or 0.0
 
-    async def _answer_to(self, call: Mapping[str, Any]) -> Message:
-        return {"role": "tool", "tool_call_id": call["id"], "content": await self._result(call["function"])}
+    async def _answer_to(self, call: Mapping[str, Any], number: int) -> Message:
+        too_many = f"error: at most {MAX_PROGRAMS} calls in one message"
+        content = too_many if number >= MAX_PROGRAMS else await self._result(call["function"])
+        return {"role": "tool", "tool_call_id": call["id"], "content": content}
 
     async def _result(self, function: Mapping[str, Any]) -> str:
         """Return what the agent reads after a call."""
@@ -83,7 +97,22 @@ class PythonTool:
         code = arguments.get("code") if isinstance(arguments, dict) else None
         if not isinstance(code, str) or not code.strip():
             return "error: give the argument code, a text"
-        return observation_of(await self._run(Program(code), self._limits))
+        turn = _turns(asyncio.get_running_loop(), self._num_at_once) if self._num_at_once else contextlib.nullcontext()
+        async with turn:
+            return observation_of(await self._run(Program(code), self._limits))
+
+
+@lru_cache(maxsize=1)
+def _turns(loop: asyncio.AbstractEventLoop, num_at_once: int) -> asyncio.Semaphore:
+    """Return what programs of all environments in an event loop wait for: their time limit runs once they start."""
+    return asyncio.Semaphore(num_at_once)
+
+
+def max_sandboxes(num_workers: int) -> int:
+    """Return how many sandboxes a worker may run at the same time: one per CPU, if it may open their files."""
+    num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    num_cpus = len(os.sched_getaffinity(0))
+    return max(1, min(num_cpus // num_workers, int(num_files * FILES_SHARE) // FILES_PER_SANDBOX))
 
 
 def observation_of(result: Result) -> str:

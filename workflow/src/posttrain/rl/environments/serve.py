@@ -147,8 +147,10 @@ def main(words: list[str]) -> None:
     if not is_own(given.environment) and given.environment not in BUILT_IN:
         parser.error(f"{given.environment!r} is neither path.py:Class nor one of {', '.join(BUILT_IN)}")
     try:
-        own = is_own(given.environment)
-        source = own_source(inspect_environment(given.environment)) if own else built_in_source(given.environment)
+        if is_own(given.environment):
+            source = own_source(inspect_environment(given.environment))
+        else:
+            source = built_in_source(given.environment, given.num_workers)
     except ConfigError as error:
         sys.exit(str(error))
     pool = EnvironmentPool(source, given.deadline_seconds, given.num_workers, int(given.memory_gib * 2**30))
