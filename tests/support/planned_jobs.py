@@ -25,7 +25,8 @@ def planned_jobs(folder: Path, configs: Sequence[Mapping[str, object]]) -> list[
         configs: What `--config` gives.
 
     Returns:
-        Rows with "name", "after" (names), "message" and "resources" (those in `ASKED`; runtime in minutes).
+        Rows with "name", "after" (names), "message", "settings" (a param, "" without) and "resources" (those in
+        `ASKED`; runtime in minutes).
     """
     command = [sys.executable, "-m", "tests.support.planned_jobs", json.dumps(configs)]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -60,6 +61,7 @@ def _plan(config: dict[str, object]) -> list[dict[str, Any]]:
                 "name": name_of(job),
                 "after": [name_of(before) for before in dag.dependencies[job]],
                 "message": job.message,
+                "settings": job.params.get("settings", ""),
                 "resources": {key: job.resources[key] for key in ASKED if key in job.resources.keys()},  # noqa: SIM118
             }
             for job in dag.jobs

@@ -129,6 +129,14 @@ def test_what_snakemake_plans_is_what_the_chain_says(tmp_path: Path) -> None:
         assert served == ([str(nodes)] if nodes > 1 and is_local else []), given
 
 
+def test_a_changed_limit_of_programs_repeats_the_check_that_runs_them(tmp_path: Path) -> None:
+    changes = ("", "sandbox.seconds=9", "data.reward=code", "data.reward=code sandbox.seconds=9")
+    planned = planned_jobs(tmp_path, [{"model": "tiny", "site": "local", "set": change} for change in changes])
+    unused, unused_9, used, used_9 = (jobs["approve_data"][0]["settings"] for jobs in planned)
+    assert unused == unused_9
+    assert used != used_9
+
+
 def everything_before(inputs: Mapping[str, set[str]]) -> dict[str, set[str]]:
     """Return rule -> all rules that must have ended before it."""
     found: dict[str, set[str]] = {}

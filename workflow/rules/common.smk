@@ -22,6 +22,7 @@ from posttrain.store.group_permissions import announce_sharing, share_store
 from posttrain.config.legacy_runs import kept_from_before
 from posttrain.config.command_line import check_files, with_defaults
 from posttrain.config.derived import engines_load, recoding_settings
+from posttrain.config.sandbox_needs import needs_sandbox
 from posttrain.config.site_rules import check_preflight
 from posttrain.plan.resolve import resolve
 from posttrain.plan.job_needs import RuleNeeds, job_needs

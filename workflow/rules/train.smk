@@ -48,6 +48,7 @@ rule approve_data:
                     CFG.reward,
                     CFG.rollout,
                     *([CFG.environment] if CFG.data.environment else []),
+                    *([CFG.sandbox] if needs_sandbox(CFG) else []),
                 )
             ]
         ),
