@@ -44,6 +44,30 @@ def test_only_some_rewards_need_a_sandbox(overrides: str, expected: bool) -> Non
     assert needs_sandbox(config_of(overrides)) is expected
 
 
+OWN = """
+class Own:
+    def __init__(self, seed): ...
+    def reset(self, row): ...
+    def step(self, action): ...
+    def reward(self, trajectory): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("from posttrain.sandbox.run import run", True),
+        ("from posttrain import sandbox", True),
+        ("import posttrain.sandbox.run as run", True),
+        ("from posttrain.sandboxes import run", False),
+        ("import json", False),
+    ],
+)
+def test_an_environment_that_imports_the_sandbox_needs_it(tmp_path: Path, line: str, expected: bool) -> None:
+    (path := tmp_path / "own.py").write_text(f"{line}\n{OWN}")
+    assert needs_sandbox(config_of(f"data.environment={path}:Own data.reward=environment")) is expected
+
+
 def test_a_machine_that_can_says_how() -> None:
     finding = check_sandbox(config_of("data.reward=code"))
     assert finding.status == "ok"

@@ -6,6 +6,7 @@ Its source is read and not executed. Its digest covers the file and those that i
 from __future__ import annotations
 
 import ast
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ METHODS: Mapping[str, tuple[str, ...]] = {
     "perfect": ("row",),
 }
 OPTIONAL = ("close", "perfect")
+_SANDBOX = "posttrain.sandbox."
 _ALLOWED = ", ".join(f"{name}(self{''.join(f', {given}' for given in names)})" for name, names in METHODS.items())
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -85,6 +87,18 @@ def inspect_environment(text: str, key: str = KEY) -> OwnEnvironment:
             remedy = f"write def {method}({', '.join(('self', *given))})"
             raise refused("environment-signature", key, f"{name}.{method}({arguments})", _ALLOWED, remedy)
     return OwnEnvironment(path, name, digest_of(path, content, key))
+
+
+def imports_sandbox(text: str) -> bool:
+    """Return whether the file that `path.py:Class` names imports `posttrain.sandbox`; False if it cannot be read."""
+    names: list[str] = []
+    with contextlib.suppress(OSError, SyntaxError, ValueError):  # told when a configuration is resolved
+        for node in ast.walk(read_source(text).tree):
+            if isinstance(node, ast.Import):
+                names += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return any(f"{name}.".startswith(_SANDBOX) for name in names)
 
 
 def _methods_of(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef]) -> tuple[dict[str, Function], bool]:
