@@ -126,5 +126,7 @@ def test_a_fresh_clone_is_through_with_it_in_a_quarter_of_an_hour(tmp_path: Path
 def test_all_blocks_are_found() -> None:
     found = list(blocks())
     assert len(found) == PAGE.read_text().count("\n```") // 2
-    assert [block.file for block in found if block.file] == [*("rows.py", "my_reward.py", "my.yaml", "ask.py")]
+    assert [block.file for block in found if block.file] == [
+        *("rows.py", "my_reward.py", "my.yaml", "ask.py", "second_try.py")
+    ]
     assert [block.at for block in found if block.at] == ["results/sorting/train/checkpoints/step_000010"]

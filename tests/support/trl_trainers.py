@@ -82,10 +82,14 @@ def make_trainer(
     return made
 
 
+# Of FP32 over the updates of a test; by the kernels of the CPU, up to 1.1e-5 (AMD EPYC, one thread).
+ROUNDING = 2e-5
+
+
 def assert_equal_moves(start: torch.nn.Module, ours: torch.nn.Module, theirs: torch.nn.Module) -> None:
     """Every parameter has moved, and by the same in both models."""
     before, expected = dict(start.named_parameters()), dict(theirs.named_parameters())
     for key, parameter in ours.named_parameters():
         move = expected[key] - before[key]
         assert move.norm() > 0.01 * before[key].norm(), key
-        assert (parameter - expected[key]).norm() <= 1e-5 * move.norm(), key
+        assert (parameter - expected[key]).norm() <= ROUNDING * move.norm(), key

@@ -42,6 +42,7 @@ EXPERIMENTS = {
     "data.seed": 8,
     "algorithm.clip_ratio_high": 0.3,
     "reward.max_failure_share": 0.1,
+    "sandbox.seconds": 20,
     "rollout.temperature": 0.9,
     "quantize.keep_first_layers": 2,
     "optimizer.lr": 1e-4,
@@ -49,6 +50,7 @@ EXPERIMENTS = {
 }
 SECTIONS_LEFT_OUT = {
     "defaults": "the number of nodes where none is given: `nodes` is given",
+    "environment": "limits of episodes, rejected without data.environment: tests/unit/config/test_environment_rules.py",
     "export": "another trainer's checkpoint, with which nothing is trained: tests/end_to_end/test_chain.py",
 }
 # Every rule with outputs -> what it makes; of a rule with parts, one part.

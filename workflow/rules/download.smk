@@ -15,8 +15,10 @@ SOURCE_FILES = (
 )
 
 if CFG.model.source.kind == "made":
-    OF_KIND = {"arithmetic": "multiplication with a calculator", "sort_digits": f"{CFG.data.num_digits}-digit sorting"}
-    TAUGHT = CFG.data.task or OF_KIND[CFG.data.kind]
+    KNOWN = (
+        "multiplication with a calculator" if CFG.data.kind == "arithmetic" else f"{CFG.data.num_digits}-digit sorting"
+    )
+    TAUGHT = CFG.data.task or KNOWN
 
     rule make_tiny_model:
         """Makes a small model, warmed up on a task, in Hub layout."""

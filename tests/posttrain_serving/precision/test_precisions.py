@@ -17,7 +17,8 @@ from tests.support.workflow_runs import ROOT
 from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
 from posttrain.plan.resolve import resolve
 from posttrain.rl.engines.engine_endpoints import client_of, engines_to_ask
-from posttrain.rl.engines.responses import GenerateRequest, GenerateResult
+from posttrain.rl.engines.responses import GenerateResult
+from posttrain.rl.rollout.episode import Episode
 from posttrain_serving.precision.divergence import CheckpointLogprobs, Likeliest, Sample, truncated_divergence
 from posttrain_serving.precision.precisions import (
     NUM_LIKELIEST,
@@ -82,9 +83,10 @@ def test_the_first_response_to_each_of_the_first_prompts_is_read() -> None:
     asked = dataclasses.replace(config.evaluation, num_samples_per_prompt=2)
     asked = dataclasses.replace(asked, deployment=dataclasses.replace(asked.deployment, num_samples=3))
     room = config.model.architecture.max_position_embeddings
-    requests = [GenerateRequest([7] * (room - 2 if number == 4 else 2), number, 2) for number in range(10)]
+    prompts = [[7] * (room - 2 if number == 4 else 2) for number in range(10)]
     results = [GenerateResult((number, 1), (0.0, 0.0), "stop", None) for number in range(10)]
-    found = samples_of(dataclasses.replace(config, evaluation=asked), (requests, results, 1.0))
+    episodes = [Episode.of_response(prompt, result) for prompt, result in zip(prompts, results, strict=True)]
+    found = samples_of(dataclasses.replace(config, evaluation=asked), (episodes, 1.0))
     assert found[:2] == [Sample((7, 7, 0, 1), 2), Sample((7, 7, 2, 1), 2)]
     assert len(found) == 3
     assert len(found[2].tokens) == room - 1, "a server wants room for one token more"

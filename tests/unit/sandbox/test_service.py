@@ -127,7 +127,8 @@ def test_a_program_ends_with_its_client(address: str) -> None:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
-    service = next(p for p in psutil.Process().children() if "posttrain.sandbox.serve" in p.cmdline())
+    children = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    service = next(child for child in children if "posttrain.sandbox.serve" in child.cmdline())
     asyncio.run(leave())
     until = time.monotonic() + 10
     while service.children() and time.monotonic() < until:
