@@ -97,7 +97,7 @@ def test_environments_are_spread_and_free_workers_are_used_again():
         ("raise", "error", f"KeyError: 'gold' ({SOURCE}"),
         ("leave", "error", "SystemExit: 1"),
         ("flood", "error", "at most"),
-        ("return ([], False)", "error", "step gave no messages though the episode goes on"),
+        ("return ([], False)", "error", "step returned no messages, but the episode has not ended"),
         ("return 7", "error", "step returned 7; expected (messages, done)"),
         ("return ('hello', False)", "error", "'messages' is 'hello', expected a list"),
         ("return ([{'role': 'user', 'content': {1}}], False)", "error", "set is not a type of JSON"),

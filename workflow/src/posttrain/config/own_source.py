@@ -51,7 +51,7 @@ def digest_of(path: str, content: bytes, key: str = "data.reward") -> str:
     """Return the digest of a source and of the files that it names, in order.
 
     Raises:
-        ConfigError: One of them is not there.
+        ConfigError: One of them is missing.
     """
     digest = hashlib.sha256(content)
     for variable, name in _named_files(ast.parse(content, path), path, key):

@@ -42,7 +42,7 @@ METRICS: Mapping[str, Metric] = {
     # ---- episodes in an environment; means over the step's trajectories ----
     "episode/turns": Metric("Responses in an episode"),
     "episode/tool_calls": Metric("Functions that an episode's responses called"),
-    "episode/segments": Metric("Segments of an episode: parts that the model read as a sequence of its own"),
+    "episode/segments": Metric("Segments of an episode: parts that are separate sequences"),
     "episode/observed_tokens": Metric("Tokens that the model read after its first response", "tokens"),
     # ---- the queue between engines and trainer; on the clock, like timings ----
     "queue/staleness_mean": Metric("Mean age of the sampled tokens trained on", "updates", is_timing=True),

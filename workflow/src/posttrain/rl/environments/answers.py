@@ -57,7 +57,7 @@ def observation_of(content: Mapping[str, Any]) -> Observation:
     if not isinstance(done, bool):
         raise ValueError(f"'done' is {_shown(done)}, expected true or false")
     if not messages and not done:
-        raise ValueError("step gave no messages though the episode goes on")
+        raise ValueError("step returned no messages, but the episode has not ended")
     return Observation(messages, done, None if reward is None else _number("reward", reward))
 
 

@@ -19,7 +19,7 @@ KINDS = ("error", "deadline", "crash")
 
 
 class HttpCalls:
-    """A connection of one episode, with cookies of its own.
+    """The connection of one episode, with its own cookies.
 
     Args:
         url: "http://host:port", perhaps with a path.

@@ -24,7 +24,7 @@ SERVICES: Mapping[str, Callable[[str, float, int], OpenEnvironment]] = {
 
 
 class RemoteEnvironments:
-    """Environments of a service; each has a connection of its own, made by `reset`.
+    """Environments of a service; each opens its own connection in `reset`.
 
     Args:
         connect: Returns one, from its seed.

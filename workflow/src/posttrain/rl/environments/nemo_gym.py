@@ -3,7 +3,7 @@
 Rows are NeMo Gym's own: `responses_create_params` has messages and tools, and the server reads the other columns. A
 call of a tool is a request to the path of its name. A response without calls ends the episode, and `/verify` grades it.
 
-A server finds its session by a cookie and begins a new one without a word if the cookie or the session is lost, which
+A server finds its session by a cookie and silently begins a new one if the cookie or the session is lost, which
 `/verify` then grades with 0. So this client checks that the session stays the same, and that the server does.
 """
 
