@@ -10,7 +10,7 @@ from aiohttp.test_utils import TestServer
 from posttrain.plan.resolve import resolve
 from posttrain.rl.engines.client import EngineClient
 from posttrain.rl.engines.sampling_seed import sampling_seed
-from posttrain.rl.evaluation.heldout import GradedResponse, pass_at, summarize
+from posttrain.rl.evaluation.heldout import GradedResponse, pass_all, pass_at, summarize
 from posttrain.rl.evaluation.sampling import make_requests, sample_responses
 from posttrain.rl.reward.scoring import Scored
 from posttrain.types import Prompt
@@ -56,14 +56,15 @@ def test_an_ungraded_response_is_no_partial_credit():
     assert not result["has_partial_credit"]
 
 
-def test_pass_at_k_is_the_mean_over_all_choices_of_k_samples():
+@pytest.mark.parametrize(("rates", "passes"), [(pass_at, any), (pass_all, all)], ids=["pass@k", "pass^k"])
+def test_rates_of_k_are_means_over_all_choices_of_k_samples(rates, passes):
     drawn = random.Random(3)
-    passed = [drawn.random() < 0.3 for _ in range(7 * 6)]
-    found = pass_at(passed, 6)
+    passed = [drawn.random() < 0.6 for _ in range(7 * 6)]
+    found = rates(passed, 6)
     assert [*found] == ["1", "2", "4", "6"]
     groups = [passed[start : start + 6] for start in range(0, len(passed), 6)]
     for k, (rate, low, high) in found.items():
-        choices = [any(some) for group in groups for some in itertools.combinations(group, int(k))]
+        choices = [passes(some) for group in groups for some in itertools.combinations(group, int(k))]
         assert rate == pytest.approx(sum(choices) / len(choices))
         assert 0 <= low <= rate <= high <= 1
 
