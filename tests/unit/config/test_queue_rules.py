@@ -13,6 +13,7 @@ from posttrain.config.load import merge
 CONFIG_DIR = Path(__file__).resolve().parents[3] / "config"
 AHEAD = "rollout.max_staleness=1 algorithm.preset=tis"
 TURNS = f"{AHEAD} engine.sleep=always rollout.tail_fraction=0.25 rollout.on_new_weights=abort"
+OVERSAMPLING = "rollout.dynamic_sampling=true rollout.max_oversampling"
 OFFLINE = "rollout.num_samples_per_prompt=1 training.objective=sft rollout.temperature=1.0"
 
 # model, settings, code, key, and what the rejection has to say
@@ -32,6 +33,8 @@ VIOLATIONS = (
     ("tiny", f"{AHEAD} rollout.tail_fraction=0.25", "tail-of-own-engines", "rollout.tail_fraction", "leave it out"),
     ("tiny", f"{TURNS} rollout.max_staleness=0", "tail-without-staleness", "rollout.max_staleness", "max_staleness=1"),
     ("tiny", f"{TURNS} rollout.on_new_weights=keep", "tail-aborts", "rollout.on_new_weights", "abort"),
+    ("tiny", f"{OVERSAMPLING}=inf", "out-of-range", "rollout.max_oversampling", "finite"),
+    ("tiny", f"{OVERSAMPLING}=1e300", "out-of-range", "rollout.max_oversampling", "at most 100"),
     ("tiny", f"{OFFLINE} rollout.tail_fraction=0.5", "not-for-supervised", "rollout.tail_fraction", "0.0"),
     ("tiny", f"{OFFLINE} rollout.max_staleness=1", "not-for-supervised", "rollout.max_staleness", "samples nothing"),
     ("tiny", f"{OFFLINE} rollout.dynamic_sampling=true", "not-for-supervised", "rollout.dynamic_sampling", "false"),

@@ -68,6 +68,7 @@ class Rollout:
         "with equal rewards",
         3.0,
         minimum=1,
+        maximum=100,
         unnamed=3.0,
     )
     temperature: float = _doc("Sampling temperature, also of log-probabilities", exclusive_minimum=0)
