@@ -57,6 +57,7 @@ OTHER_BRANCHES: dict[str, dict[str, object]] = {
     "tiny_deepseek_alias": {"set": "model.patch.target=deepseek_v32"},
     "tiny_four_nodes": {"set": "site.node_names=[a,b,c,d] convert.num_parts=3"},
     "tiny_prompt_template": {"set": "data.prompt_template='Sort {prompt} now' data.seed=7"},
+    "tiny_calculator": {"recipe": "calculator"},
     "tiny_suites": {"suites": "gsm8k,math500"},
     "tiny_adopted_torch_dist": {"set": "download.torch_dist_folder=somewhere"},
     "glm5_4layer_kubernetes": {"model": "glm5_4layer", "site": "example_kubernetes"},

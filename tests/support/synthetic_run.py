@@ -28,6 +28,7 @@ from posttrain.store import (
     read_receipt,
     receipt_of,
     record_files,
+    records_of,
     write_json,
     write_receipt,
     write_text,
@@ -211,7 +212,7 @@ def _write_training(
     inputs = {"torch_dist": digests["torch_dist"], "dataset": digests["dataset"]}
     write_json(paths.begun_from, inputs)
     trained = Receipt("train_grpo", files, inputs, settings)
-    write_receipt(paths.records, Receipt("train_grpo", record_run(paths.run), {"train": trained.digest}, {}))
+    write_receipt(records_of(paths.run), Receipt("train_grpo", record_run(paths.run), {"train": trained.digest}, {}))
     write_receipt(paths.train_done, trained)
 
 

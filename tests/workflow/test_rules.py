@@ -101,6 +101,7 @@ PLANNED: list[dict[str, object]] = [
     {"model": "tiny", "site": "local", "set": "site.node_names=[] rollout.fp8=false"},
     {"model": "tiny", "site": "local", "set": "rollout.fp8=false evaluation.precision=fp8"},
     {"model": "tiny", "site": "local", "set": "download.torch_dist_folder=somewhere"},
+    {"model": "tiny", "site": "local", "recipe": "calculator"},
 ]
 
 

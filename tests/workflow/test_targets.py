@@ -95,6 +95,7 @@ RULES_LEFT_OUT = {
     ),
     "ask_precision": "makes what compare_precisions reads: tests/workflow/test_answers.py asks for that",
     "lm_eval": "needs lm-eval's environment: tests/scripts/test_lm_eval.py makes it, anew after a changed key",
+    "approve_environment": "exists only where an agent is trained: tests/workflow/test_approved_environment.py",
     "adopt_torch_dist": "exists only where a checkpoint is adopted: golden/tiny_adopted_torch_dist.txt plans it",
 }
 # What is named at once -> what has to be made then. A rule with parts is named by a file.

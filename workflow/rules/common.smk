@@ -177,6 +177,11 @@ def literal(text):
     return shlex.quote(str(text)).replace("{", "{{").replace("}", "}}")
 
 
+def settings_of(*sections):
+    """Return sections of the configuration as a parameter, whose change repeats a rule."""
+    return json.dumps([dataclasses.asdict(section) for section in sections])
+
+
 def runs(name, *words, where="", around=""):
     """Return a rule's command: launcher, the script of its name or `posttrain`'s command, and its words.
 

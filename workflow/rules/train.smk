@@ -20,6 +20,8 @@ rule fork_checkpoint:
 
 
 CHECKED, IS_TRAINED = receipt_of(PATHS.data_check), PATHS.train_done.exists()
+APPROVED = [receipt_of(PATHS.environment_check)] if CFG.data.environment else []
+SANDBOX = [CFG.sandbox] if needs_sandbox(CFG) else []
 
 
 rule approve_data:
@@ -40,18 +42,7 @@ rule approve_data:
     params:
         format_version=FORMAT_VERSIONS["approve_data"],
         # A changed limit or grader repeats the check.
-        settings=lambda wildcards: json.dumps(
-            [
-                dataclasses.asdict(section)
-                for section in (
-                    CFG.data,
-                    CFG.reward,
-                    CFG.rollout,
-                    *([CFG.environment] if CFG.data.environment else []),
-                    *([CFG.sandbox] if needs_sandbox(CFG) else []),
-                )
-            ]
-        ),
+        settings=lambda wildcards: settings_of(CFG.data, CFG.reward, CFG.rollout, *SANDBOX),
         checkpoint=PATHS.hf_patched,
         dataset=PATHS.dataset,
     message:
@@ -64,6 +55,40 @@ rule approve_data:
             "--dataset {params.dataset:q} --dataset-receipt {input.dataset:q} --output {output.found:q}",
             where=IN_IMAGE,
         )
+
+
+if CFG.data.environment:
+
+    rule approve_environment:
+        """Plays scripted agents in the environment, before anything is trained."""
+        input:
+            checkpoint=receipt_of(PATHS.hf_patched),
+            dataset=receipt_of(PATHS.dataset),
+            run=lambda wildcards: may_run(),
+        output:
+            receipt=receipt_of(PATHS.environment_check),
+            found=PATHS.environment_check,
+        log:
+            PATHS.run_log("approve_environment"),
+        benchmark:
+            PATHS.run_log("approve_environment").with_suffix(".benchmark.tsv")
+        priority: 50
+        params:
+            format_version=FORMAT_VERSIONS["approve_environment"],
+            # A changed limit, or a changed file of the environment (its digest), repeats the check.
+            settings=lambda wildcards: settings_of(CFG.data, CFG.environment, CFG.reward, CFG.rollout, *SANDBOX),
+            checkpoint=PATHS.hf_patched,
+            dataset=PATHS.dataset,
+        message:
+            f"play scripted agents in the environment{NEEDS.message('approve_environment')}"
+        shell:
+            runs(
+                "approve_environment",
+                FROM_CONFIG,
+                "--checkpoint {params.checkpoint:q}",
+                "--dataset {params.dataset:q} --dataset-receipt {input.dataset:q} --output {output.found:q}",
+                where=IN_IMAGE,
+            )
 
 
 rule check_data:
@@ -86,8 +111,9 @@ rule train:
         torch_dist=receipt_of(PATHS.torch_dist),
         rollout=receipt_of(PATHS.rollout_weights),
         dataset=receipt_of(PATHS.dataset),
-        # Runs trained by a version without this check stay valid.
+        # Runs trained by a version without these checks stay valid.
         checked=until_made(PATHS.train_done, CHECKED) if CHECKED.exists() or not IS_TRAINED else [],
+        approved=[until_made(PATHS.train_done, path) for path in APPROVED if path.exists() or not IS_TRAINED],
         # Not reasons to train again: topology and engineering may change between attempts, the experiment never does.
         experiment=until_made(PATHS.train_done, PATHS.experiment),
         resolved=until_made(PATHS.train_done, PATHS.config),

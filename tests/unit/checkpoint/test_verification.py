@@ -19,6 +19,7 @@ from posttrain.store import (
     read_receipt,
     receipt_of,
     record_files,
+    records_of,
     write_receipt,
 )
 
@@ -113,8 +114,8 @@ def test_an_evaluation_between_steps_is_vouched_for(paths):
     result = paths.train / "evaluations" / "step_000002.json"
     result.parent.mkdir()
     result.write_text('{"finished": 2, "exams": {}}')
-    before = read_receipt(paths.records)
-    write_receipt(paths.records, dataclasses.replace(before, files=record_run(paths.run)))
+    before = read_receipt(records_of(paths.run))
+    write_receipt(records_of(paths.run), dataclasses.replace(before, files=record_run(paths.run)))
     assert problems_of(paths) == {}
     assert "train/evaluations/step_000002.json" not in find_uncovered(paths, verify(paths))
     result.write_text('{"finished": 3, "exams": {}}')
@@ -134,7 +135,7 @@ def test_only_what_nothing_vouches_for_is_not_looked_at(paths):
 
 
 def test_a_run_of_an_earlier_version_is_proven_as_far_as_it_has_receipts(paths):
-    for receipt in (paths.records, *paths.run.glob("evaluation/*.receipt.json")):
+    for receipt in (records_of(paths.run), *paths.run.glob("evaluation/*.receipt.json")):
         receipt.unlink()
     assert problems_of(paths) == {}
     assert "evaluation after" in [verdict.artefact.name for verdict in verify(paths)]
@@ -167,7 +168,7 @@ def test_what_cannot_be_parsed_is_named_and_nothing_is_raised(paths):
             assert any(str(path) in problem for problem in names_of_bad_files(paths)), (path, content[:9])
         path.write_bytes(before)
     remake_receipt(paths.hf, inputs={})
-    for receipt in (paths.records, *paths.run.glob("evaluation/*.receipt.json")):
+    for receipt in (records_of(paths.run), *paths.run.glob("evaluation/*.receipt.json")):
         receipt.unlink()
     for content in WRONG_JSON:  # of earlier versions; and the Hub's list, from which no receipt is made
         for path in (paths.evaluation("after"), paths.node_record("node1"), manifest_of(paths.hf)):

@@ -16,7 +16,7 @@ from posttrain.report.report import render_report as render
 from posttrain.report.report_data import RuleTime, read_run, read_run_so_far
 from posttrain.report.report_summary import summarize
 from posttrain.report.verdict import judge_run
-from posttrain.store import Paths, Receipt, receipt_of, write_receipt
+from posttrain.store import Paths, Receipt, receipt_of, records_of, write_receipt
 
 CONFIG_DIR = REPOSITORY / "config"
 VOID = {"meta", "link", "br", "img", "input", "hr"}
@@ -212,7 +212,7 @@ def test_of_a_run_that_trains_there_is_what_there_is(tmp_path):
         "the export": receipt_of(paths.hf_export),
         "the evaluation after training": paths.evaluation("after"),
     }
-    for path in (*parts.values(), paths.records):
+    for path in (*parts.values(), records_of(paths.run)):
         path.unlink()
     for rule in ("train", "export_hf", "finalize_export_hf", "evaluate"):
         shutil.rmtree(made.inputs.logs / rule)

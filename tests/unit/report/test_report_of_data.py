@@ -67,6 +67,15 @@ def test_a_run_without_a_check_has_no_such_section(run: RunData) -> None:
     assert 'id="data"' not in page_of(dataclasses.replace(run, data_check=None))
 
 
+def test_what_scripted_agents_earned_is_a_table(run: RunData) -> None:
+    agents = [{"agent": "says nothing", "does": "says nothing", "rewards": [0.0, 0.25, None]}]
+    page = page_of(dataclasses.replace(run, environment_check={"agents": agents, "problems": []}))
+    assert 'href="#environment"' in page
+    assert "<td>says nothing</td>" in page
+    assert "0 0.25 failed" in page
+    assert 'id="environment"' not in page_of(run)
+
+
 def test_sources_and_graders_have_a_line_each(run: RunData) -> None:
     names = ("source/a/pass_rate", "source/b/pass_rate", "reward/math", "reward/own.py:polite")
     rows = [{**row, **{name: (row["step"] + place) / 40 for place, name in enumerate(names)}} for row in run.rows]

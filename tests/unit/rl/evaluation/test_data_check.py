@@ -196,21 +196,3 @@ def test_an_address_that_fails_is_refused_and_one_score_for_all_is_told(check, s
     (warning,) = found.warnings
     assert warning.value == "far gave one score to every response that was tried"
     assert found.verdicts[0].lowest is None
-
-
-GENEROUS = """
-class Generous:
-    def __init__(self, seed): ...
-    def reset(self, row): return row["messages"], None
-    def step(self, action): return [], True
-    def reward(self, trajectory): return 1.0
-"""
-
-
-def test_an_environment_that_pays_for_nothing_is_refused(check, folder: Path, capsys: pytest.CaptureFixture) -> None:
-    (folder / "generous.py").write_text(GENEROUS)
-    found = check(prompts(NUMBERS), "environment", f"data.environment={folder}/generous.py:Generous")
-    assert {problem.code for problem in found.problems} == {"environment-pays-cheats"}
-    print_check(found)
-    assert "an agent that says nothing earned 1, 1, 1, 1, 1, 1, 1, 1" in capsys.readouterr().out
-    assert found.as_dict()["agents"][0]["agent"] == "says nothing"

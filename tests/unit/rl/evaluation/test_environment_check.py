@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -12,14 +11,13 @@ from tests.support.workflow_runs import ROOT
 from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
 from posttrain.config.load import merge
 from posttrain.errors import ConfigError
-from posttrain.rl.data.chat import ChatTokenizer
 from posttrain.rl.evaluation.environment_check import (
     CHEATS,
     PERFECT,
     REPLAY,
     AgentCheck,
     check_environment,
-    problems_of,
+    print_environment_check,
 )
 from posttrain.types import Prompt
 
@@ -113,15 +111,17 @@ def check(tmp_path: Path):
         settings = f"{more} environment.num_workers=1 environment.max_turns=3 reward.max_failure_share=0"
         words = f"data.environment={name} data.reward=environment {settings}".replace("=weak", f"={tmp_path}/weak")
         config = merge({"model": "tiny", "site": "local", "set": words}, ROOT / "config").config
-        checks = asyncio.run(check_environment(config, ChatTokenizer(tmp_path / "hf"), ROWS))
-        return {one.agent: one for one in checks}, problems_of(checks, config)
+        found = check_environment(config, tmp_path / "hf", ROWS)
+        print_environment_check(found)
+        return {one.agent: one for one in found.agents}, found.problems
 
     return check
 
 
-def test_a_sound_environment_passes(check):
+def test_a_sound_environment_passes(check, capsys: pytest.CaptureFixture):
     agents, problems = check("weak.py:Sound")
     assert not problems
+    assert "an agent that says nothing earned 0, 0, 0, 0, 0, 0, 0, 0\n" in capsys.readouterr().out
     assert agents == {name: AgentCheck(name, (0.0,) * 8, ()) for name in CHEATS}
 
 
@@ -155,7 +155,7 @@ def test_an_environment_that_pays_a_cheat_is_refused(check, name: str, cheats: s
     assert {agents[agent].num_paid for agent in cheats} == {8}
     assert len(problems) == len(cheats)
     for agent in cheats:
-        told = agents[agent].told
+        told = agents[agent].does
         assert_rejection(ConfigError(problems), "environment-pays-cheats", told, "8 of 8", key="data.environment")
 
 

@@ -6,6 +6,7 @@ from posttrain.errors import Problem, raise_if_any
 from posttrain.rl.data.dataset import load_prompts
 from posttrain.rl.data.dataset_files import HELDOUT, TRAIN
 from posttrain.rl.evaluation.data_check import check_data, print_check
+from posttrain.rl.evaluation.environment_check import check_environment, print_environment_check
 from posttrain.rl.evaluation.heldout import read_suites
 from posttrain.store import Paths, receipt_of, suite_folders
 
@@ -29,4 +30,9 @@ def main(paths: Paths) -> None:
     train, heldout = (load_prompts(paths.dataset / name) for name in (TRAIN, HELDOUT))
     found = check_data(config, paths.hf_patched, train, heldout, read_suites(config, suites))
     print_check(found)
-    raise_if_any(found.problems)
+    problems = [*found.problems]
+    if config.data.environment:
+        played = check_environment(config, paths.hf_patched, train)
+        print_environment_check(played)
+        problems += played.problems
+    raise_if_any(problems)

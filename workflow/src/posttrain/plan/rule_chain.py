@@ -58,6 +58,7 @@ def rule_chain(config: Config, is_fork: bool = False) -> list[RuleNode]:
         "stage_to_node_local": not config.site.node_names or config.stage.copy == "nothing",
         "fork_checkpoint": not is_fork,
         "download_rows": not config.evaluation.suites,
+        "approve_environment": not config.data.environment,
     }
     rules = [rule for rule in [*_rules_of_weights(config), *_rules_of_a_run(config)] if not left_out.get(rule.name)]
     names = {rule.name for rule in rules}
@@ -90,7 +91,7 @@ def _rules_of_weights(config: Config) -> list[RuleNode]:
 
 def _rules_of_a_run(config: Config) -> list[RuleNode]:
     ready = ("stage_to_node_local", "adopt_torch_dist", "finalize_torch_dist", *_begun_with(config))
-    before = (*ready, "approve_data", "fork_checkpoint")
+    before = (*ready, "approve_data", "approve_environment", "fork_checkpoint")
     prompts = ("download_dataset", "download_rows")
     checked = ("patch_hf_config", *prompts)
     came = ("finalize_quantized",) if evaluates_fp8(config) else ()
@@ -100,6 +101,7 @@ def _rules_of_a_run(config: Config) -> list[RuleNode]:
     return [
         RuleNode("fork_checkpoint", "begins with another run's state", ()),
         RuleNode("approve_data", "grades every label as a response", checked),
+        RuleNode("approve_environment", "plays scripted agents", ("patch_hf_config", "download_dataset")),
         RuleNode("evaluate before", "pass rate of the model as it came", (*came, *checked)),
         RuleNode("train", "rollout, update, weight sync", before),
         RuleNode("export_hf", "writes the trained model in Hub layout, in parts", ("train",), parts),

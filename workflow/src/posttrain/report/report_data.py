@@ -97,6 +97,7 @@ class RunData:
     versions: Mapping[str, str]
     missing: Sequence[str] = ()
     data_check: Mapping[str, Any] | None = None
+    environment_check: Mapping[str, Any] | None = None
     between: Sequence[tuple[int, Mapping[str, Mapping[str, Any]]]] = ()
     export_check: Mapping[str, Any] | None = None
     lm_eval: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
@@ -192,8 +193,9 @@ def _read(inputs: ReportInputs, resolved: Resolved, missing: Sequence[str] = ())
         versions=package_versions(),
         missing=missing,
         between=_read_between(train / "evaluations"),
-        # Runs of older versions have no such file.
+        # Runs of older versions have no such files.
         data_check=read_json(paths.data_check) if paths.data_check.exists() else None,
+        environment_check=read_json(paths.environment_check) if paths.environment_check.exists() else None,
         export_check=read_json(paths.export_check) if receipt_of(paths.export_check).exists() else None,
         lm_eval={when: read_json(path) for when, path in _lm_eval_results(paths).items()},
         coverage=read_json(paths.coverage) if receipt_of(paths.calibration).exists() else None,

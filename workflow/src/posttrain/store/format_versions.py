@@ -13,6 +13,7 @@ FORMAT_VERSIONS: Mapping[str, int] = {
     "download_hf_checkpoint": 1,
     "finalize_hf_checkpoint": 1,
     "approve_data": 1,
+    "approve_environment": 1,
     "download_dataset": 3,
     "download_suite": 2,
     "download_pass": 2,

@@ -225,6 +225,11 @@ class Paths:
         return self.run / "data_check.json"
 
     @property
+    def environment_check(self) -> Path:
+        """What scripted agents earned in the environment; has a receipt."""
+        return self.run / "environment_check.json"
+
+    @property
     def fork_receipt(self) -> Path:
         """Receipt that names the run from which this run was forked."""
         return self.run / "fork.receipt.json"
@@ -253,11 +258,6 @@ class Paths:
     def begun_from(self) -> Path:
         """The inputs (names and digests of receipts) that the first checkpoint started from."""
         return self.checkpoints / "begun_from.json"
-
-    @property
-    def records(self) -> Path:
-        """Receipt of what training wrote apart from checkpoints."""
-        return records_of(self.run)
 
     @property
     def attempts(self) -> Path:

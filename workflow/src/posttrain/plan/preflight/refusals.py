@@ -29,7 +29,7 @@ from posttrain.store import Paths
 # no feature that this version lacks.
 FETCHING = ("list_hf_checkpoint", "download_hf_checkpoint")
 TRAINING = ("resolve_config", "train")
-GRADING = (*TRAINING, "approve_data", "evaluate")
+GRADING = (*TRAINING, "approve_data", "approve_environment", "evaluate")
 # Rules that read suites; the same rule also fetches calibration data.
 ASKING = ("approve_data", "evaluate", "ask_precision")
 # Serve the model in the evaluations' precision; each precision of a comparison is checked separately.

@@ -25,7 +25,6 @@ from posttrain.rl.data.chat import ChatTokenizer
 from posttrain.rl.data.overlap import NUM_WORDS, find_overlaps
 from posttrain.rl.data.prompt_lengths import LEFT_OUT, PromptLengths, check_lengths
 from posttrain.rl.data.rendered_prompts import check_rendered
-from posttrain.rl.evaluation.environment_check import AgentCheck, check_environment, problems_of
 from posttrain.rl.evaluation.heldout import EvalTask
 from posttrain.rl.evaluation.label_check import NUM_ROWS_TOLD, LabelCheck, check_labels
 from posttrain.rl.evaluation.prompt_check import check_prompts, render_all, render_answers
@@ -52,7 +51,6 @@ class DataCheck:
         left_out: `prompt_id` of each prompt that is too long for training.
         labels: One for each source whose first grader needs labels.
         verdicts: One for each grader that needs none, by source.
-        agents: What scripted agents earned, if there is an environment.
     """
 
     problems: Sequence[Problem]
@@ -62,7 +60,6 @@ class DataCheck:
     left_out: Sequence[int]
     labels: Sequence[LabelCheck]
     verdicts: Sequence[ShownVerdict]
-    agents: Sequence[AgentCheck] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Return the findings as plain JSON types."""
@@ -74,7 +71,6 @@ class DataCheck:
             LEFT_OUT: list(self.left_out),
             "labels": [vars(check) for check in self.labels],
             "verdicts": [vars(verdict) for verdict in self.verdicts],
-            "agents": [vars(agent) for agent in self.agents],
         }
 
 
@@ -103,7 +99,6 @@ def check_data(
     too_long, known = check_lengths(prompt_lengths, config.rollout)
     labels, verdicts = asyncio.run(_ask_graders(config, chat, train)) if uses_engines(config) else ([], [])
     labels += asyncio.run(_check_suites(suites))
-    agents = asyncio.run(check_environment(config, chat, train)) if config.data.environment else []
     given = None
     if not uses_engines(config) and not too_long:
         left_out = set(prompt_lengths.too_long)
@@ -116,7 +111,6 @@ def check_data(
             *leaks,
             *(problem for check in labels for problem in _refusals(check, config)),
             *_failing_graders(config, verdicts),
-            *problems_of(agents, config),
         ],
         warnings=[
             *check_rendered(chat, folder, _spread(train, NUM_EXAMPLES * 10)),
@@ -130,7 +124,6 @@ def check_data(
         left_out=prompt_lengths.too_long,
         labels=labels,
         verdicts=verdicts,
-        agents=agents,
     )
 
 
@@ -277,9 +270,6 @@ def print_check(found: DataCheck) -> None:
         )
     for shown in found.verdicts:
         _print_verdict(console, shown)
-    for agent in found.agents:
-        told = ", ".join("failed" if reward is None else f"{reward:g}" for reward in agent.rewards)
-        console.print(f"an agent that {agent.told} earned {told}", markup=False)
     for warning in found.warnings:
         console.print(f"warning: {warning}", style="yellow", markup=False)
     if not found.problems and not found.warnings:

@@ -9,7 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from rich.console import Console
 
 from posttrain.config.derived import share_of
 from posttrain.config.own_environment import KEY
@@ -51,7 +54,7 @@ class AgentCheck:
     num_paid: int = 0
 
     @property
-    def told(self) -> str:
+    def does(self) -> str:
         """What the agent does, as the end of "an agent that ..."."""
         return _DOES.get(self.agent, self.agent)
 
@@ -79,18 +82,52 @@ CHEATS: Mapping[str, Script] = {
 }
 
 
-async def check_environment(config: Config, chat: ChatTokenizer, prompts: Sequence[Prompt]) -> list[AgentCheck]:
-    """Return what each agent earned on a few rows: the cheats, and if the perfect agent is known, it and its replay.
+@dataclass(frozen=True)
+class EnvironmentCheck:
+    """Findings of the environment check.
+
+    Args:
+        agents: What each scripted agent earned.
+        problems: Reasons to refuse the environment.
+    """
+
+    agents: Sequence[AgentCheck]
+    problems: Sequence[Problem]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the findings as plain JSON types."""
+        return {
+            "agents": [{**vars(agent), "does": agent.does} for agent in self.agents],
+            "problems": [problem.as_dict() for problem in self.problems],
+        }
+
+
+def check_environment(config: Config, folder: Path, prompts: Sequence[Prompt]) -> EnvironmentCheck:
+    """Play the cheats on a few rows, and if the perfect agent is known, it and its replay.
 
     Args:
         config: The resolved configuration, with an environment.
-        chat: Renders what environments say first.
+        folder: The checkpoint, with tokenizer and chat template.
         prompts: The rows.
 
     Raises:
         ConfigError: What an environment says first is too long.
-        CheckpointError: The chat template cannot render it.
+        CheckpointError: The tokenizer cannot be used, or the chat template cannot render what an environment says.
     """
+    chat = ChatTokenizer(folder, config.data.chat_template_kwargs)
+    agents = asyncio.run(_play_agents(config, chat, prompts))
+    return EnvironmentCheck(agents, _find_problems(agents, config))
+
+
+def print_environment_check(found: EnvironmentCheck) -> None:
+    """Print what each agent earned."""
+    console = Console(highlight=False, soft_wrap=True)
+    for agent in found.agents:
+        told = ", ".join("failed" if reward is None else f"{reward:g}" for reward in agent.rewards)
+        console.print(f"an agent that {agent.does} earned {told}", markup=False)
+
+
+async def _play_agents(config: Config, chat: ChatTokenizer, prompts: Sequence[Prompt]) -> list[AgentCheck]:
     stride = max(1, len(prompts) // NUM_ROWS)
     rows = list(prompts[::stride][:NUM_ROWS])
     casts = {name: [(row, script) for row in rows] for name, script in CHEATS.items()}
@@ -108,27 +145,22 @@ async def check_environment(config: Config, chat: ChatTokenizer, prompts: Sequen
     return [*checks, *([AgentCheck(PERFECT, (None,) * len(failures), failures)] if failures else [])]
 
 
-def problems_of(checks: Sequence[AgentCheck], config: Config) -> list[Problem]:
-    """Return the reasons to refuse an environment.
-
-    Args:
-        checks: What `check_environment` found.
-        config: Has the limits.
-    """
+def _find_problems(checks: Sequence[AgentCheck], config: Config) -> list[Problem]:
+    """Return the reasons to refuse an environment whose agents have earned this."""
     problems, is_unpaid = [], _is_perfect_unpaid(checks)
     for check in checks:
         count = len(check.rewards)
         if len(check.failures) > share_of(config.reward.max_failure_share, count):
             told = "".join(f"\n        {reason}" for reason in dict.fromkeys(check.failures))
-            value = f"failed in {len(check.failures)} of {count} episodes of an agent that {check.told}:{told}"
+            value = f"failed in {len(check.failures)} of {count} episodes of an agent that {check.does}:{told}"
             allowed = f"at most {config.reward.max_failure_share:.1%} (reward.max_failure_share)"
             problems.append(Problem("environment-fails", KEY, value, allowed, "fix the environment or its service"))
         if check.agent == PERFECT and is_unpaid:
-            value = f"pays the agent that {check.told} no more than the others: {check.rewards}"
+            value = f"pays the agent that {check.does} no more than the others: {check.rewards}"
             allowed, remedy = "more than an agent without a clue earns", "correct `perfect`, or the reward"
             problems.append(Problem("perfect-agent-unpaid", KEY, value, allowed, remedy))
         if check.agent != PERFECT and not is_unpaid and check.num_paid > share_of(config.reward.max_other_label, count):
-            value = f"pays an agent that {check.told} in {check.num_paid} of {count} rows: {check.rewards}"
+            value = f"pays an agent that {check.does} in {check.num_paid} of {count} rows: {check.rewards}"
             allowed = f"less than the perfect agent earns, or {PASSING_SCORE} where none is known"
             remedy = "let the reward depend on what the agent has achieved (docs/environments.md)"
             problems.append(Problem("environment-pays-cheats", KEY, value, allowed, remedy))
