@@ -129,6 +129,29 @@ def test_a_request_goes_to_the_engine_with_the_fewest_in_flight():
     run(story())
 
 
+def test_a_turn_goes_to_the_engine_with_its_prefix_although_it_is_busier_and_to_another_once_it_has_failed(monkeypatch):
+    monkeypatch.setattr(calls_module, "RETRY_SECONDS", 0.01)
+
+    async def close_connection(request):
+        request.transport.close()
+        return web.Response()
+
+    async def story():
+        idle, busy = ScriptedEngine("0"), GatedEngine("1")
+        async with client_of(idle, busy) as client:
+            turns = [asyncio.create_task(client.sample(REQUEST, engine=1)) for _ in range(3)]
+            await until(lambda: busy.num_waiting == 3)
+            assert "/generate" not in idle.paths
+            busy.opened.set()
+            assert [(await turn).weight_version for turn in turns] == [1, 1, 1]
+            busy.script["/generate"] = close_connection
+            with pytest.raises(RuntimeError, match="engine 1 "):
+                await client.sample(REQUEST, engine=1)
+            assert (await client.sample(REQUEST, engine=1)).weight_version == 0
+
+    run(story())
+
+
 @pytest.mark.parametrize(("mode", "sent"), [("keep", "in_place"), ("recompute", "retract")])
 def test_a_pause_holds_running_requests_and_new_ones_wait_in_the_client(mode, sent):
     async def story():
