@@ -174,7 +174,12 @@ def _write_files(folder: Path, names: tuple[str, ...], rng: random.Random) -> No
 def _write_training(
     paths: Paths, rng: random.Random, num_steps: int, digests: dict[str, str], reward: float | None
 ) -> None:
+    config = paths.resolved.config
     rows = [_metric_row(step, num_steps, rng) for step in range(1, num_steps + 1)]
+    if config.rollout.max_staleness:
+        rows = [row | _queue_row(row["step"], config.rollout.max_staleness, rng) for row in rows]
+    if config.data.environment:
+        rows = [row | _episode_row(row["step"] / num_steps, rng) for row in rows]
     if reward is not None:
         rows = [row | _without_a_lesson(reward) for row in rows]
     write_text(paths.train / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
@@ -283,6 +288,34 @@ def _metric_row(step: int, num_steps: int, rng: random.Random) -> dict[str, Any]
         **seconds,
         "perf/tokens_per_second": num_tokens / total,
         "perf/response_tokens_per_second": 256 * 5 / total,
+    }
+
+
+def _queue_row(step: int, bound: int, rng: random.Random) -> dict[str, float]:
+    """Return the metrics of a queue: from the first step on the age rises to its bound."""
+    oldest = min(step - 1, bound)
+    weights = [rng.uniform(0.1, 1) for _ in range(oldest + 1)]
+    shares = {age: weight / sum(weights) for age, weight in enumerate(weights)}
+    return {
+        "queue/staleness_mean": sum(age * share for age, share in shares.items()),
+        "queue/staleness_max": oldest,
+        "queue/mixed_version_fraction": rng.uniform(0, 0.3),
+        "queue/groups_ready": rng.randrange(16),
+        "queue/groups_running": 16,
+        **{f"queue/age_{age}": share for age, share in shares.items()},
+    }
+
+
+def _episode_row(progress: float, rng: random.Random) -> dict[str, float]:
+    calls = 0.25 + 0.7 * progress + rng.gauss(0, 0.02)
+    return {
+        "episode/turns": 1 + calls,
+        "episode/tool_calls": calls,
+        "episode/segments": 1.0,
+        "episode/observed_tokens": 6 * calls,
+        "perf/environment_seconds": 0.02 * calls + abs(rng.gauss(0, 0.002)),
+        "perf/engine_seconds": 0.3 + abs(rng.gauss(0, 0.03)),
+        "perf/prefix_hit_rate": 0.4 * calls,
     }
 
 

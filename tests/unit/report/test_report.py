@@ -3,6 +3,7 @@ import json
 import re
 import shutil
 from datetime import UTC, datetime
+from html import unescape
 from html.parser import HTMLParser
 
 import pytest
@@ -100,6 +101,49 @@ def test_the_page_shows_what_an_engineer_looks_for(run, html):
     # Learning rate and first update's ratio, which never change, are a line of text.
     assert Page(html).charts == 16
     assert "The same in every step First update's ratio, deviation from 1: 0" in " ".join(text.split())
+
+
+def section_of(html, title):
+    """Return a section's titles of charts with the lines of each, and what it says of metrics that do not change."""
+    (section,) = re.findall(rf'<h2 id="[a-z-]+">{title}</h2>(.*?)<h2 ', html, re.DOTALL)
+    charts = [json.loads(unescape(values)) for values in re.findall(r'data-values="([^"]*)"', section)]
+    lines = [[line["label"] for line in chart["series"]] for chart in charts]
+    flat = "".join(re.findall(r'<p class="flat">(.*?)</p>', section))
+    return dict(zip(re.findall(r"<h3>(.*?)</h3>", section), lines, strict=True)), flat
+
+
+def test_a_run_that_goes_ahead_shows_its_queue(tmp_path):
+    made = make_run(tmp_path, num_steps=8, more="rollout.max_staleness=2 algorithm.preset=tis")
+    run = read_run(made.inputs)
+    html = render_report(run, summarize(run))
+    charts, flat = section_of(html, "Queue")
+    assert charts == {
+        "Staleness": ["oldest token", "mean"],
+        "Tokens by age in updates": ["0", "1", "2"],
+        "Queue": ["ready", "being generated"],
+    }
+    assert not flat
+    assert "Age in updates; at most 2 (rollout.max_staleness)." in html
+    oldest = [row["queue/staleness_max"] for row in run.rows]
+    assert oldest == [0, 1, 2, 2, 2, 2, 2, 2]
+    assert f'"values":{json.dumps(list(map(float, oldest)), separators=(",", ":"))}' in unescape(html)
+
+
+def test_a_run_in_an_environment_shows_its_episodes(tmp_path):
+    run = read_run(make_run(tmp_path, num_steps=8, recipe="calculator").inputs)
+    charts, flat = section_of(render_report(run, summarize(run)), "Episodes")
+    assert charts == {
+        "Turns of an episode": ["responses", "calls of functions"],
+        "Observations": ["tokens"],
+        "Time of an episode": ["in the environment", "in engines"],
+        "Prefix reuse": ["in the prefix cache"],
+    }
+    assert not flat
+
+
+def test_a_synchronous_run_without_an_environment_has_neither_section(html):
+    assert 'id="queue"' not in html
+    assert 'id="episodes"' not in html
 
 
 def test_every_sampled_prompt_stands_beside_its_responses(run, html):
