@@ -223,7 +223,7 @@ class Training:
         assert sorted(trained) == list(range(NUM_STEPS))
         for step, groups in trained.items():
             spans = [span for group in groups for one in group.trajectories for span in one.versions]
-            assert all(0 <= step - (span.version or 0) <= max_staleness for span in spans)
+            assert all(span.version is not None and 0 <= step - span.version <= max_staleness for span in spans)
             assert all(sum(span.num_tokens for span in one.versions) == one.num_sampled
                        for group in groups for one in group.trajectories)  # fmt: skip
             assert [len(group.trajectories) for group in groups] == [GROUP_SIZE] * NUM_GROUPS

@@ -34,7 +34,7 @@ def check_bound(steps: list[list[TrajectoryGroup]], max_staleness: int) -> None:
     """Every token has a version, of weights that existed and are not too old; every position is trained on once."""
     for step, groups in enumerate(steps):
         spans = [span for group in groups for one in group.trajectories for span in one.versions]
-        assert all(0 <= step - (span.version or 0) <= max_staleness for span in spans)
+        assert all(span.version is not None and 0 <= step - span.version <= max_staleness for span in spans)
         assert all(len(group.trajectories) == GROUP_SIZE for group in groups)
     positions = [group.position for groups in steps for group in groups]
     assert sorted(positions) == list(range(NUM_GROUPS * NUM_STEPS))

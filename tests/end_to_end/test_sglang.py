@@ -216,7 +216,7 @@ def test_grpo_learns_with_two_engines_that_run_ahead(tmp_path: Path, settings: d
     ages, num_versions = set[int](), set[int]()
     for step in range(len(rows)):
         for one in (one for group in store.read_step(step, 8) for one in group.trajectories):
-            ages |= {step - (span.version or 0) for span in one.versions}
+            ages |= {step - span.version for span in one.versions}
             num_versions.add(len(one.versions))
     assert ages == {0, 1}
     assert (max(num_versions) > 1) == (mode != "finish")

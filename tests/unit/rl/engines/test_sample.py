@@ -305,6 +305,18 @@ def test_an_engine_that_came_back_without_the_published_weights_is_found_out():
     run(story())
 
 
+@pytest.mark.parametrize("version", ["default", None])
+def test_initial_weights_are_version_0(version):
+    """Engines do not number the weights that they start with; a response may go on after the first update."""
+    spans = [(version, 0, 2), ("1", 2, 3)]
+
+    async def story():
+        async with client_of(ScriptedEngine(script={"/generate": answer([3, 4, 5], spans=spans)})) as client:
+            assert (await client.sample(REQUEST)).versions == (VersionSpan(0, 2), VersionSpan(1, 1))
+
+    run(story())
+
+
 def test_a_prefill_engine_that_dies_is_replaced_by_another(monkeypatch):
     monkeypatch.setattr(calls_module, "RETRY_SECONDS", 0.01)
 

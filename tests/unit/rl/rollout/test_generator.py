@@ -207,6 +207,27 @@ def test_versions_that_the_engines_cannot_have_end_the_run(play: Callable[..., N
     play(story, engine)
 
 
+def test_a_version_that_is_not_known_ends_the_run(play: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client numbers the initial weights; the generator takes no unknown version for 0."""
+    engine = Engine()
+    engine.version = "default"
+
+    async def story(generator: TrajectoryGenerator, store: QueueStore) -> None:
+        await generator.begin(0)
+        groups = (await generator.collect(0)).groups
+        assert {span.version for group in groups for one in group.trajectories for span in one.versions} == {0}
+
+    async def unknown(generator: TrajectoryGenerator, store: QueueStore) -> None:
+        await generator.begin(0)
+        with pytest.raises(RuntimeError, match="'None'"):
+            await generator.collect(0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("posttrain.rl.engines.client.of_first_weights", lambda result: result)
+        play(unknown, engine)
+    play(story, engine)
+
+
 def test_a_request_that_an_engine_refuses_waits_for_the_trainer(play: Callable[..., None]) -> None:
     """An engine that answers is not left out, so the same request would fail again and again."""
     engine = Engine(*[([DIGIT] * 7, "stop")] * 8)  # more tokens than asked for

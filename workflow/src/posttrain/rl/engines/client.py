@@ -36,6 +36,7 @@ from posttrain.rl.engines.responses import (
     GenerateResult,
     check_prompts,
     generate_body,
+    of_first_weights,
     parse_generate_answer,
 )
 from posttrain.rl.engines.tensor_payload import NamedTensors, serialize_bucket
@@ -118,8 +119,8 @@ class EngineClient(EngineCommands):
             waits: False for an evaluation, which is over before weights change: a pause holds back what trains.
 
         Returns:
-            The response. Its tokens may have several versions. If a pause aborted it, it has the tokens so far, perhaps
-            none; continue it with a request whose prompt includes them.
+            The response. Its tokens may have several versions; 0 is that of the initial weights. If a pause aborted it,
+            it has the tokens so far, perhaps none; continue it with a request whose prompt includes them.
 
         Raises:
             ValueError: The prompt is empty or has a token outside the vocabulary.
@@ -137,9 +138,11 @@ class EngineClient(EngineCommands):
         with self._in_flight.request(engines):
             number = self._prefilling.index(engines[1]) if self._pairs else 0
             (result,) = await self._generate_on(engines[0], [request], number, may_abort=True)
-        if sent_to and any(span.version is None for span in result.versions):
-            self._in_flight.exclude(engines[0])
-            raise EngineError(f"{engines[0]} was started again: it sampled with weights that were not published")
+        if any(span.version is None for span in result.versions):
+            if sent_to:
+                self._in_flight.exclude(engines[0])
+                raise EngineError(f"{engines[0]} was started again: it sampled with weights that were not published")
+            result = of_first_weights(result)
         return dataclasses.replace(result, engine=engines[0].number)
 
     @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -170,6 +171,12 @@ def _read_versions(meta: Mapping[str, Any], num_tokens: int) -> list[tuple[Any, 
     ):
         raise ValueError(f"weight versions of other tokens than its {num_tokens}: {spans}")
     return [(version, end - start) for version, start, end in spans]
+
+
+def of_first_weights(result: GenerateResult) -> GenerateResult:
+    """Return the result of an engine that serves its initial weights: tokens without a version are of version 0."""
+    spans = tuple(VersionSpan(span.version or 0, span.num_tokens) for span in result.versions)
+    return dataclasses.replace(result, versions=spans)
 
 
 def _version_number(version: Any) -> int | None:

@@ -327,10 +327,11 @@ class TrajectoryGenerator:
     def _checked(self, group: TrajectoryGroup) -> int:
         """Return a group's oldest version; reject a version that no engine of this run has had."""
         spans = [span.version for trajectory in group.trajectories for span in trajectory.versions]
-        wrong = {str(version) for version in spans if not 0 <= (version or 0) <= self._queue.version}
+        known = [version for version in spans if version is not None and 0 <= version <= self._queue.version]
+        wrong = {str(version) for version in spans} - {*map(str, known)}
         if wrong:
             raise RuntimeError(f"engines served weight versions {sorted(wrong)}; the newest is {self._queue.version}")
-        return min(version or 0 for version in spans)
+        return min(known)
 
     def _is_wanted(self, group: TrajectoryGroup, newest: int) -> bool:
         """Return whether a stored group is of this run's weights and has the prompt of its position."""
