@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.config.load import merge, read_yaml
+from posttrain.config.presets import ratios_in_words
 from posttrain.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -122,3 +123,37 @@ def test_an_experiment_is_named_by_its_parts_however_they_were_chosen() -> None:
     by_hand = "algorithm.normalize_by_std=false algorithm.loss_aggregation=constant"
     assert resolved(by_hand).run == resolved("algorithm.preset=dr_grpo").run
     assert resolved(f"{by_hand} algorithm.zero_advantages=update").run == DR_GRPO
+
+
+BEFORE = "trainer now / trainer before the step, per token"
+OUTER = {
+    "tis": "per token, truncated at 2",
+    "icepop": "per token, 0 outside of 0.5 to 5",
+    "mis": "per sequence, 0 above 2",
+}
+LEVELS = {
+    "gspo": "per sequence, geometric mean of its tokens",
+    "rloo": "per sequence",
+}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_ratios_of_a_run_whose_engines_run_ahead(preset: str) -> None:
+    """A preset with a correction has two ratios; the others compare with the sampler."""
+    words = f"rollout.max_staleness=1 algorithm.preset={preset}"
+    if preset in OUTER:
+        told = {"clipped ratio": BEFORE, "outer ratio": f"trainer before the step / sampler, {OUTER[preset]}"}
+    else:
+        words += " algorithm.old_logprobs=engine"
+        told = {"clipped ratio": f"trainer now / sampler, {LEVELS.get(preset, 'per token')}", "outer ratio": "none"}
+    assert ratios_in_words(resolved(words).config) == told
+
+
+def test_ratios_of_changed_parts() -> None:
+    changed = "rollout.max_staleness=1 algorithm.preset=tis algorithm.correction_high=3 algorithm.correction_level="
+    told = ratios_in_words(resolved(f"{changed}geometric").config)["outer ratio"]
+    assert told == "trainer before the step / sampler, per sequence, geometric mean of its tokens, truncated at 3"
+
+
+def test_a_synchronous_run_has_no_such_ratios() -> None:
+    assert ratios_in_words(resolved("algorithm.preset=tis").config) == {}

@@ -51,6 +51,16 @@ def test_flags_tell_value_and_origin(plan_of):
     assert flags["engine.port"] == {"value": 0, "origin": "schema default"}
 
 
+def test_the_ratios_are_shown_where_engines_run_ahead(resolved, capsys):
+    ahead = resolved("tiny", set="rollout.max_staleness=1 algorithm.preset=tis")
+    for shown, run in ((True, ahead), (False, resolved("tiny"))):
+        plan = build_plan(run)
+        print_plan(plan)
+        printed, page = " ".join(capsys.readouterr().out.split()), html.unescape(render_plan(plan, run))
+        for ratio in ("trainer now / trainer before the step", "trainer before the step / sampler, per token"):
+            assert (ratio in printed) == (ratio in page) == shown
+
+
 def test_commands_run_one_rule_of_this_configuration(plan_of):
     plan = plan_of("glm5", set="optimizer.lr=3e-4 rollout.fp8=true")
     train = next(rule for rule in plan["rules"] if rule["name"] == "train")

@@ -9,10 +9,17 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from posttrain.config import schema
+from posttrain.config.derived import is_off_policy
 from posttrain.config.fields import fields_of
 from posttrain.errors import Problem
 
 PRESETS = "algorithms.yaml"
+# Levels of a ratio in words.
+UNITS = {
+    "token": "per token",
+    "sequence": "per sequence",
+    "geometric": "per sequence, geometric mean of its tokens",
+}
 
 
 def algorithm_name(config: schema.Config, presets: Mapping[str, Mapping[str, Any]]) -> str:
@@ -26,6 +33,31 @@ def algorithm_name(config: schema.Config, presets: Mapping[str, Mapping[str, Any
             return name
     changed = [f"{key}={mine}" for key, value in chosen.items() if (mine := getattr(algorithm, key)) != value]
     return f"{algorithm.preset} with {', '.join(changed)}: no published combination"
+
+
+def ratios_in_words(config: schema.Config) -> dict[str, str]:
+    """Return the objective's two ratios of policies; empty if a step trains only on tokens of the trainer's weights.
+
+    Example:
+        `tis` -> {"clipped ratio": "trainer now / trainer before the step, per token", "outer ratio": "trainer before
+        the step / sampler, per token, truncated at 2"}.
+    """
+    if not is_off_policy(config):
+        return {}
+    settings = config.algorithm
+    unit = UNITS[settings.ratio_level]
+    if settings.old_logprobs == "engine":
+        return {"clipped ratio": f"trainer now / sampler, {unit}", "outer ratio": "none"}
+    return {"clipped ratio": f"trainer now / trainer before the step, {unit}", "outer ratio": _outer_ratio(settings)}
+
+
+def _outer_ratio(settings: schema.Algorithm) -> str:
+    if settings.correction == "none":
+        return "none"
+    low, high = f"{settings.correction_low:g}", f"{settings.correction_high:g}"
+    masked = f"0 outside of {low} to {high}" if settings.correction_low else f"0 above {high}"
+    bound = f"truncated at {high}" if settings.correction == "truncate" else masked
+    return f"trainer before the step / sampler, {UNITS[settings.correction_level]}, {bound}"
 
 
 def unused_numbers(values: Mapping[str, Any], chosen: Collection[str]) -> Iterator[Problem]:

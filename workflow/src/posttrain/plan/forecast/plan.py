@@ -18,6 +18,7 @@ from posttrain.config.derived import (
     world_size,
 )
 from posttrain.config.load import Resolved
+from posttrain.config.presets import ratios_in_words
 from posttrain.config.rules import check_trainable
 from posttrain.config.schema import Config
 from posttrain.config.site_rules import check_launcher
@@ -79,6 +80,7 @@ def build_plan(resolved: Resolved, jobs_at_once: int | None = None) -> dict[str,
     return {
         "run": resolved.run,
         "algorithm": resolved.algorithm,
+        "ratios": ratios_in_words(config),
         "model": _model_part(config),
         "parallelism": _parallelism_part(config),
         "layouts": _layouts_part(config, layouts, served),

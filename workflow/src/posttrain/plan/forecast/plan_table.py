@@ -59,6 +59,7 @@ def _numbers(plan: Mapping[str, Any]) -> Table:
     rows = [
         ("parameters", f"{model['num_parameters']:,} ({model['num_active_parameters']:,} active)"),
         ("algorithm", plan["algorithm"]),
+        *plan["ratios"].items(),
         ("layout", _layout(plan["parallelism"])),
         ("layers per stage", " ".join(map(str, plan["parallelism"]["layers_per_stage"]))),
         ("trainer GiB per rank, by stage", "  ".join(f"{gib:.4g}" for gib in plan["trainer"]["memory_gib_by_stage"])),
