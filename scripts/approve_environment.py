@@ -1,4 +1,4 @@
-"""Play scripted agents in the environment before training, and refuse one that pays those that deserve nothing."""
+"""Play scripted agents in the environment before training, and refuse one that pays cheats."""
 
 from __future__ import annotations
 

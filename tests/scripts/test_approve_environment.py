@@ -36,7 +36,7 @@ def test_an_approved_environment_is_written_with_a_receipt(tmp_path):
     assert require_files(output.parent, receipt_of(output), content=True)
     found = json.loads(output.read_text())
     assert found["problems"] == []
-    assert found["agents"][0] | {"does": "says nothing", "rewards": [0.0] * 8} == found["agents"][0]
+    assert found["agents"][0] == {"agent": "says nothing", "rewards": [0.0] * 8, "failures": [], "num_paid": 0}
     assert read_receipt(receipt_of(output)).settings["environment"] == f"{tmp_path}/mine.py:Right"
     assert "an agent that says nothing earned 0, 0" in ended.stdout
 

@@ -68,11 +68,13 @@ def test_a_run_without_a_check_has_no_such_section(run: RunData) -> None:
 
 
 def test_what_scripted_agents_earned_is_a_table(run: RunData) -> None:
-    agents = [{"agent": "says nothing", "does": "says nothing", "rewards": [0.0, 0.25, None]}]
-    page = page_of(dataclasses.replace(run, environment_check={"agents": agents, "problems": []}))
+    agents = [{"agent": "says nothing", "rewards": [0.0, 0.25, None]}]
+    found = {"agents": agents, "not_tried": {"edits the tests": "a function that writes"}, "problems": []}
+    page = page_of(dataclasses.replace(run, environment_check=found))
     assert 'href="#environment"' in page
     assert "<td>says nothing</td>" in page
-    assert "0 0.25 failed" in page
+    assert "0 0.25 –" in page
+    assert "Not tried: an agent that edits the tests; it needs a function that writes." in page
     assert 'id="environment"' not in page_of(run)
 
 

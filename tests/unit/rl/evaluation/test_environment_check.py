@@ -12,7 +12,7 @@ from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
 from posttrain.config.load import merge
 from posttrain.errors import ConfigError
 from posttrain.rl.evaluation.environment_check import (
-    CHEATS,
+    OTHER_LABEL,
     PERFECT,
     REPLAY,
     AgentCheck,
@@ -99,6 +99,9 @@ class Unsure(Sound):
     def perfect(self, row):
         return []
 '''
+# None of the environments has a function that takes arguments.
+LAZY = ("says nothing", "claims its reward", "calls every function without arguments", "repeats the prompt")
+PLAYED = (*LAZY, OTHER_LABEL)
 ROWS = [Prompt(i, ({"role": "user", "content": f"What is {i} + 0?"},), str(i)) for i in range(20)]
 
 
@@ -122,7 +125,7 @@ def test_a_sound_environment_passes(check, capsys: pytest.CaptureFixture):
     agents, problems = check("weak.py:Sound")
     assert not problems
     assert "an agent that says nothing earned 0, 0, 0, 0, 0, 0, 0, 0\n" in capsys.readouterr().out
-    assert agents == {name: AgentCheck(name, (0.0,) * 8, ()) for name in CHEATS}
+    assert agents == {name: AgentCheck(name, (0.0,) * 8, ()) for name in PLAYED}
 
 
 def test_the_perfect_agent_sets_the_bar_and_is_replayed(check):
@@ -141,12 +144,12 @@ def test_the_built_in_calculator_passes(check):
 @pytest.mark.parametrize(
     ("name", "cheats"),
     [
-        ("Generous", {*CHEATS}),
+        ("Generous", {*PLAYED}),
         ("Credulous", {"claims its reward"}),
         ("Busy", {"calls every function without arguments"}),
         ("Echo", {"repeats the prompt"}),
-        ("Confused", {REPLAY}),
-        ("Stingy", {*CHEATS, REPLAY}),
+        ("Confused", {REPLAY, OTHER_LABEL}),
+        ("Stingy", {*PLAYED, REPLAY}),
     ],
 )
 def test_an_environment_that_pays_a_cheat_is_refused(check, name: str, cheats: set[str]):
@@ -155,14 +158,13 @@ def test_an_environment_that_pays_a_cheat_is_refused(check, name: str, cheats: s
     assert {agents[agent].num_paid for agent in cheats} == {8}
     assert len(problems) == len(cheats)
     for agent in cheats:
-        told = agents[agent].does
-        assert_rejection(ConfigError(problems), "environment-pays-cheats", told, "8 of 8", key="data.environment")
+        assert_rejection(ConfigError(problems), "environment-pays-cheats", agent, "8 of 8", key="data.environment")
 
 
 def test_an_environment_that_fails_is_refused(check):
     agents, problems = check("weak.py:Failing")
     assert_rejection(ConfigError(problems), "environment-fails", "RuntimeError: no network", key="data.environment")
-    assert len(problems) == len(CHEATS)
+    assert len(problems) == len(PLAYED)
     assert agents["says nothing"].rewards == (None,) * 8
 
 
