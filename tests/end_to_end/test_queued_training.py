@@ -51,7 +51,7 @@ def test_engines_run_ahead(tmp_path: Path, on_new_weights: str, max_staleness: i
     folder = tmp_path / "run"
     prepare(folder, rollout__on_new_weights=on_new_weights, rollout__max_staleness=max_staleness, rollout__fp8="false",
             rollout__max_response_tokens=24, trainer__mismatch_interval=1, evaluation__interval=2,
-            evaluation__max_share=1)  # fmt: skip
+            evaluation__max_share=1, algorithm__routing_replay="true")  # fmt: skip
     with engines_of(folder) as engines:
         finish(start(folder, "run", engines))
     steps, rows = trained(folder, "run"), rows_of(folder, "run")
@@ -74,7 +74,7 @@ def test_engines_run_ahead(tmp_path: Path, on_new_weights: str, max_staleness: i
 def test_a_killed_run_keeps_what_its_steps_trained_on(tmp_path: Path) -> None:
     """Steps after the last checkpoint train on the same groups again, in order; nothing is trained on twice."""
     folder, seed = tmp_path / "run", 7
-    prepare(folder, rollout__max_staleness=2)
+    prepare(folder, rollout__max_staleness=2, algorithm__routing_replay="true")
     draw, seen = random.Random(seed), dict[int, list[tuple[int, tuple[int, ...]]]]()
     with engines_of(folder) as engines:
         for _ in range(4):
@@ -112,7 +112,7 @@ def test_a_step_leaves_its_tail_to_the_next(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     prepare(folder, engine__sleep="always", rollout__tail_fraction=0.5, rollout__on_new_weights="abort",
             rollout__fp8="false", rollout__max_response_tokens=24, trainer__mismatch_interval=1,
-            engine__max_running_requests=2 * GROUP_SIZE)  # fmt: skip
+            engine__max_running_requests=2 * GROUP_SIZE, algorithm__routing_replay="true")  # fmt: skip
     with engines_of(folder) as engines:
         finish(start(folder, "run", engines))
     steps, rows = trained(folder, "run"), rows_of(folder, "run")

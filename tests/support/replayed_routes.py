@@ -25,7 +25,7 @@ def routed(groups: Sequence[TrajectoryGroup], arch: Architecture, folder: Path, 
     """Return the groups with routes that no router would choose, from a file in a folder."""
     samples = [sample for group in groups for sample in group.trajectories]
     generator = np.random.default_rng(seed)
-    routes = RolloutStore(folder).write_routes(0, 0, [draw(generator, arch, s.num_tokens - 1) for s in samples])
+    routes = RolloutStore(folder).write_routes(0, 0, [[draw(generator, arch, s.num_tokens - 1)] for s in samples])
     told = iter(routes)
     return [
         dataclasses.replace(

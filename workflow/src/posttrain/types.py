@@ -67,14 +67,12 @@ class Routes:
     digest: str
 
     @staticmethod
-    def from_dict(content: Mapping[str, Any] | None) -> Routes | None:
-        """Rebuild the routes from `vars`, or from None.
+    def from_dict(content: Mapping[str, Any]) -> Routes:
+        """Rebuild the routes from `vars`.
 
         Raises:
             ValueError: The type is not one of expert ids; loading a file of objects would execute code.
         """
-        if not content:
-            return None
         if content["dtype"] not in ("uint8", "int16"):
             raise ValueError(f"routes of type {content['dtype']!r}")
         return Routes(**{**content, "shape": tuple(content["shape"])})
@@ -113,7 +111,7 @@ class Trajectory:
         scores: Grader -> its score; None if it does not apply or has failed.
         parts: Additional numbers reported by graders, `grader/name` -> value.
         failure: Why a grader failed, with its name; "" if none failed.
-        routes: The experts of its tokens in the engine; None if not recorded.
+        routes: The experts of each segment's tokens in the engine; empty if not recorded.
         segment_lengths: Tokens of each segment, in order, if there are several (`segments`); else empty.
 
     Raises:
@@ -136,7 +134,7 @@ class Trajectory:
     scores: Mapping[str, float | None] = field(default_factory=dict)
     parts: Mapping[str, float] = field(default_factory=dict)
     failure: str = ""
-    routes: Routes | None = None
+    routes: tuple[Routes, ...] = ()
     segment_lengths: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -160,14 +158,16 @@ class Trajectory:
             return "a weight version without tokens"
         if self.versions and (covered := sum(span.num_tokens for span in self.versions)) != count:
             return f"{count} sampled tokens, weight versions of {covered}"
-        if self.routes and self.routes.shape[1] != self.num_tokens - 1:
-            return f"{self.num_tokens} tokens, routes of {self.routes.shape[1]}; the last token has none"
-        return self._problem_of_segments() if self.segment_lengths else ""
+        return (self.segment_lengths and self._problem_of_segments()) or self._problem_of_routes()
+
+    def _problem_of_routes(self) -> str:
+        lengths, found = self.segment_lengths or (self.num_tokens,), tuple(routes.shape[1] for routes in self.routes)
+        if found and found != tuple(length - 1 for length in lengths):
+            return f"segments of {lengths} tokens, routes of {found}; the last token of a segment has none"
+        return ""
 
     def _problem_of_segments(self) -> str:
         lengths = self.segment_lengths
-        if self.routes:
-            return "routes of several segments"
         if sum(lengths) != self.num_tokens or min(lengths) < 1:
             return f"{self.num_tokens} tokens, segments of {lengths}"
         masks = [self.loss_mask[end - length : end] for length, end in zip(lengths, accumulate(lengths), strict=True)]
@@ -227,6 +227,7 @@ class Trajectory:
         if not self.segment_lengths:
             return [self]
         logprobs, versions = iter(self.logprobs), _each_version(self.versions)
+        routes = iter(self.routes)
         found = []
         for length, end in zip(self.segment_lengths, accumulate(self.segment_lengths), strict=True):
             tokens, mask = self.tokens[end - length : end], self.loss_mask[end - length : end]
@@ -238,6 +239,7 @@ class Trajectory:
                     loss_mask=mask,
                     logprobs=tuple(islice(logprobs, count)),
                     versions=spans_of(islice(versions, count)),
+                    routes=tuple(islice(routes, 1)),
                     segment_lengths=(),
                 )
             )
@@ -284,7 +286,8 @@ class Trajectory:
             "versions": [dict(vars(span)) for span in self.versions],
         }
         segments = {"segment_lengths": list(self.segment_lengths)} if self.segment_lengths else {}
-        return plain | ({"routes": dict(vars(self.routes))} if self.routes else {}) | segments
+        routes = {"routes": [dict(vars(one)) for one in self.routes]} if self.routes else {}
+        return plain | routes | segments
 
     @classmethod
     def from_dict(cls, row: Mapping[str, Any]) -> Trajectory:
@@ -293,7 +296,8 @@ class Trajectory:
         Raises:
             ValueError: It is inconsistent.
         """
-        routes = Routes.from_dict(row.get("routes"))
+        told = row.get("routes") or []  # older releases stored one object
+        routes = tuple(map(Routes.from_dict, [told] if isinstance(told, Mapping) else told))
         if "response_tokens" in row:
             return _from_old_sample(row, routes)
         mask = str(row["loss_mask"]).encode().translate(_FROM_DIGITS)
@@ -317,7 +321,7 @@ _TO_DIGITS, _FROM_DIGITS = bytes.maketrans(b"\0\1", b"01"), bytes.maketrans(b"01
 _OLD_FIELDS = {"rollout_logprobs": "logprobs", "weight_version": "version"}
 
 
-def _from_old_sample(row: Mapping[str, Any], routes: Routes | None) -> Trajectory:
+def _from_old_sample(row: Mapping[str, Any], routes: tuple[Routes, ...]) -> Trajectory:
     return Trajectory.of_response(
         **{_OLD_FIELDS.get(name, name): value for name, value in row.items()} | {"routes": routes}
     )

@@ -103,14 +103,15 @@ class MadeUpRollouts:
         places = np.arange(tokens * layers * arch.num_experts_per_tok) % arch.n_routed_experts
         routes = places.reshape(tokens, layers, -1).astype(smallest(arch.n_routed_experts))
         self._folder = tempfile.TemporaryDirectory(prefix="routes-")  # deleted with this object
-        return RolloutStore(Path(self._folder.name)).write_routes(0, 0, [routes])[0]
+        return RolloutStore(Path(self._folder.name)).write_routes(0, 0, [[routes]])[0][0]
 
     def _routed(self, trajectory: Trajectory) -> Trajectory:
         """Return a trajectory with routes; all trajectories use the beginning of one file."""
         if not self._routes:
             return trajectory
         layers, _, per_token = self._routes.shape
-        return replace(trajectory, routes=replace(self._routes, shape=(layers, trajectory.num_tokens - 1, per_token)))
+        routes = replace(self._routes, shape=(layers, trajectory.num_tokens - 1, per_token))
+        return replace(trajectory, routes=(routes,))
 
     def _lengths(self, step: int) -> list[Length]:
         count, response = self._config.rollout.num_samples_per_prompt, self._config.rollout.max_response_tokens

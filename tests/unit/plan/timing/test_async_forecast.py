@@ -11,7 +11,8 @@ from posttrain.plan.timing.step_time import step_durations
 
 SHARED_STORAGE = 20e9
 TAIL_MODE = "shared, tail 0.5"
-KEEP = "rollout.on_new_weights=keep trainer.save_interval=50"
+SELDOM = "trainer.save_interval=50"
+KEEP = f"rollout.on_new_weights=keep {SELDOM}"
 
 
 @pytest.fixture
@@ -53,17 +54,27 @@ def test_it_pays_where_nothing_holds_engines_up(glm5) -> None:
     assert min(part["modes"], key=lambda mode: mode["step_seconds"])["name"] == part["fastest"]
 
 
-def test_why_it_does_not_pay(glm5) -> None:
+def test_why_running_ahead_does_not_pay(glm5) -> None:
     """The recipe as it is: no drafts, contexts computed again, and no time to hide checkpoints in."""
     config = glm5()
     why = explained(config, forecast_modes(config, SHARED_STORAGE))
-    assert why.startswith("synchronous (shared): staleness ")
+    assert why.startswith("synchronous (shared); staleness ")
     assert "engine.mtp_steps" in why
-    assert "rollout.on_new_weights" in why
+    assert "rollout.on_new_weights)" in why
     busy = glm5("rollout.on_new_weights=keep")
     assert "trainer.save_interval" in explained(busy, forecast_modes(busy, SHARED_STORAGE))
-    plain = glm5(f"{KEEP} engine.mtp_steps=0")
+    plain = glm5("engine.mtp_steps=0")
     assert "engine.mtp_steps" not in explained(plain, forecast_modes(plain, SHARED_STORAGE))
+
+
+def test_engines_that_hold_no_request_draft(glm5) -> None:
+    """With abort they run ahead with drafts, which more than pays for prefilling what was aborted."""
+    keep, abort = (modes_of(glm5(f"{SELDOM} rollout.on_new_weights={mode}")) for mode in ("keep", "abort"))
+    assert abort["staleness 1"].step_seconds < 0.9 * keep["staleness 1"].step_seconds
+    assert abort["staleness 1"].pause_seconds > keep["staleness 1"].pause_seconds
+    plain = modes_of(glm5(f"{SELDOM} rollout.on_new_weights=abort engine.mtp_steps=0"))
+    assert abort["staleness 1"].step_seconds < 0.9 * plain["staleness 1"].step_seconds
+    assert keep[TAIL_MODE] == abort[TAIL_MODE]
 
 
 def test_too_few_nodes_for_a_split(resolved) -> None:

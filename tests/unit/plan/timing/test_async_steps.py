@@ -30,10 +30,11 @@ def test_lengths_have_the_planned_mean_and_reach_the_longest() -> None:
     assert {*itertools.islice(response_lengths(Workload(1, 0.0, 1000.0, 1.0)), 10)} == {1000.0}
 
 
+@pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("prefills", [0, 1])
-def test_without_staleness_it_is_the_synchronous_step(resolved, prefills: int) -> None:
+def test_without_staleness_it_is_the_synchronous_step(resolved, prefills: int, drafts: int) -> None:
     """The rollout of the plan is a sum over slices, and this one of draws: they agree within a fiftieth."""
-    words = f"engine.mtp_steps=0 engine.pd.num_prefill_engines={prefills}"
+    words = f"engine.mtp_steps={drafts} engine.pd.num_prefill_engines={prefills}"
     config = resolved("glm5", nodes=32, recipe="production", set=words).config
     work, steps = workload(config), steps_of(config, 400.0, 5.0)
     simulated = simulated_steps(EngineFleet.of(config), work, steps)

@@ -13,7 +13,7 @@ from posttrain.types import Prompt, RolloutResult, Routes, Trajectory, Trajector
 
 def sample(index: int, logprobs: tuple[float, ...]) -> Trajectory:
     tokens = tuple(range(151_000, 151_000 + len(logprobs)))
-    routes = Routes("rollouts/chunk_0000.routes", 7, (3, len(tokens) + 2, 8), "uint8", "f" * 16) if index else None
+    routes = (Routes("rollouts/chunk_0000.routes", 7, (3, len(tokens) + 2, 8), "uint8", "f" * 16),) if index else ()
     version = None if index else 3
     return Trajectory.of_response(
         (1, 2, 2**40), tokens, logprobs, version, prompt_id=7, sample_index=index, reward=0.1 * index, routes=routes

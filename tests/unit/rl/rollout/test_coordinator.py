@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import functools
 import hashlib
-import itertools
 import json
 import logging
 import random
 import threading
 from pathlib import Path
 
-import numpy as np
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from tests.support.scripted_engines import routes_of
 from tests.support.trajectories import as_samples
 
 from posttrain.checkpoint.tiny.tokenizer import CHARACTERS, CONTROL_TOKENS, make_tokenizer
@@ -27,7 +25,7 @@ from posttrain.rl.data.chat import ChatTokenizer
 from posttrain.rl.engines.calls import EngineError
 from posttrain.rl.engines.client import EngineClient
 from posttrain.rl.engines.responses import GenerateResult
-from posttrain.rl.engines.routes import ASKED, TOLD, RoutesLayout
+from posttrain.rl.engines.routes import ASKED, TOLD
 from posttrain.rl.reward.answer import Failure, Grade
 from posttrain.rl.reward.graders import GraderPool
 from posttrain.rl.rollout.coordinator import RolloutCoordinator, check_versions
@@ -75,21 +73,6 @@ def rendered(prompt: int) -> list[int]:
     control = {token: len(CHARACTERS) + number for number, token in enumerate(CONTROL_TOKENS)}
     asked = [control["[gMASK]"], control["<sop>"], control["<|user|>"], *tokens_of(f"\nsay {prompt}")]
     return [*asked, control["<|assistant|>"], *tokens_of("\n")]
-
-
-@functools.cache
-def layout_of_tiny() -> RoutesLayout:
-    return RoutesLayout.of(resolve({"model": "tiny", "site": "local"}, CONFIG).config.model.architecture)
-
-
-def routes_of(seed: int, num_tokens: int) -> np.ndarray:
-    """Of the tokens that an engine reads, at each decoder layer two experts."""
-    layout = layout_of_tiny()
-    drawn = np.random.default_rng(seed)
-    routes = np.zeros((num_tokens, layout.num_layers, layout.per_token), np.uint8)
-    for token, layer in itertools.product(range(num_tokens), range(layout.first, layout.num_layers)):
-        routes[token, layer] = drawn.choice(layout.num_experts, layout.per_token, replace=False)
-    return routes
 
 
 class Engine:
@@ -251,10 +234,10 @@ def test_routes_of_each_sample_lie_beside_its_chunk(collect, tmp_path: Path) -> 
     for place, group in enumerate(whole.groups):
         for sample in group.trajectories:
             seed = seed_of(1, place, sample.sample_index)
-            assert sample.routes
-            assert Path(sample.routes.file) == tmp_path / f"rollouts/step_000001/chunk_{place // 2:04d}.routes"
+            (routes,) = sample.routes
+            assert Path(routes.file) == tmp_path / f"rollouts/step_000001/chunk_{place // 2:04d}.routes"
             expected = routes_of(seed, len(sample.prompt_tokens)).transpose(1, 0, 2)
-            assert (open_routes(sample.routes) == expected[-len(open_routes(sample.routes)) :]).all()
+            assert (open_routes(routes) == expected[-len(open_routes(routes)) :]).all()
     assert collect(1, Engine(), algorithm__routing_replay="true").groups == whole.groups
     assert not any(sample.routes for group in collect(2, Engine("2")).groups for sample in group.trajectories)
 

@@ -50,12 +50,12 @@ OLD_CHUNK = """[{"prompt": {"prompt_id": 7, "messages": [{"role": "user", "conte
 
 def test_groups_of_older_runs_are_read(tmp_path: Path) -> None:
     store = RolloutStore(tmp_path)
-    (routes,) = store.write_routes(0, 0, [np.ones((4, 1, 2), np.uint8)])
+    ((routes,),) = store.write_routes(0, 0, [[np.ones((4, 1, 2), np.uint8)]])
     (tmp_path / "step_000000/chunk_0000.json").write_text(OLD_CHUNK.replace("DIGEST", routes.digest))
     ((found,)) = store.read(0, 0) or []
     first = Trajectory(
         *(7, 0, (5, 9, 3, 7, 1), (0, 0, 0, 1, 1), (-0.1, -1.0000000000000002), (VersionSpan(4, 2),), "stop", 1.0),
-        *({"exact_match": 1.0}, {"exact_match/length": 2.0}, "", routes),
+        *({"exact_match": 1.0}, {"exact_match/length": 2.0}, "", (routes,)),
     )
     second = Trajectory(
         7, 1, (5, 9, 3, 8), (0, 0, 0, 1), (-0.5,), (VersionSpan(None, 1),), "length", None, failure="late"
@@ -116,7 +116,7 @@ def test_a_step_is_read_whole_or_not_at_all(tmp_path: Path) -> None:
 
 def routed(store: RolloutStore, step: int) -> TrajectoryGroup:
     """Return a group whose samples' tokens went somewhere."""
-    arrays = [np.full((5, 3, 2), number, np.uint8) for number in (1, 2)]
+    arrays = [[np.full((5, 3, 2), number, np.uint8)] for number in (1, 2)]
     routes = store.write_routes(step, 0, arrays)
     plain = group(4)
     samples = tuple(dataclasses.replace(s, routes=told) for s, told in zip(plain.trajectories, routes, strict=True))
@@ -131,10 +131,10 @@ def test_routes_come_back_also_where_the_folder_has_moved(tmp_path: Path) -> Non
     (tmp_path / "one").rename(tmp_path / "two")
     (found,) = RolloutStore(tmp_path / "two").read(3, 0) or []
     for number, sample in enumerate(found.trajectories, 1):
-        assert sample.routes
-        assert sample.routes.file == str(tmp_path / "two/step_000003/chunk_0000.routes")
-        assert (sample.routes.shape, sample.routes.offset) == ((3, 5, 2), 30 * (number - 1))
-        assert (np.memmap(sample.routes.file, np.uint8, "r", sample.routes.offset, (30,)) == number).all()
+        (routes,) = sample.routes
+        assert routes.file == str(tmp_path / "two/step_000003/chunk_0000.routes")
+        assert (routes.shape, routes.offset) == ((3, 5, 2), 30 * (number - 1))
+        assert (np.memmap(routes.file, np.uint8, "r", routes.offset, (30,)) == number).all()
 
 
 @pytest.mark.parametrize("spoil", ["flip", "cut", "remove"])
@@ -153,7 +153,7 @@ def test_routes_that_are_not_what_was_written_are_named(tmp_path: Path, spoil: s
 
 @pytest.mark.parametrize(
     ("old", "new", "said"),
-    [('"uint8"', '"O"', "routes of type 'O'"), ("[3, 5, 2]", "[3, 6, 2]", "6 tokens, routes of 6")],
+    [('"uint8"', '"O"', "routes of type 'O'"), ("[3, 5, 2]", "[3, 6, 2]", "routes of (6,)")],
 )
 def test_routes_that_are_something_else_are_not_opened(tmp_path: Path, old: str, new: str, said: str) -> None:
     store = RolloutStore(tmp_path)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from posttrain.config.derived import is_off_policy, takes_turns, uses_engines, uses_queue
+from posttrain.config.derived import is_off_policy, takes_turns, uses_engines
 from posttrain.config.schema import Config
 from posttrain.errors import Problem
 
 Problems = Iterator[Problem]
+# Values of rollout.on_new_weights with which requests, and drafts, live on while engines get new weights.
+HOLDING = ("recompute", "keep")
 STALENESS, TAIL = "rollout.max_staleness", "rollout.tail_fraction"
 
 
@@ -68,17 +70,11 @@ def _objective(config: Config) -> Problems:
         yield Problem("staleness-uncorrected", "algorithm.correction", "none", allowed, remedy)
 
 
-def _routes(config: Config) -> Problems:
-    if uses_queue(config) and config.algorithm.routing_replay:
-        allowed = "false with rollout.max_staleness above 0 or rollout.dynamic_sampling"
-        remedy = "leave it off: an engine that gets new weights on the way routes a response's tokens anew"
-        yield Problem("queue-without-routes", "algorithm.routing_replay", "true", allowed, remedy)
-
-
 def _draft(config: Config) -> Problems:
-    if is_off_policy(config) and config.engine.mtp_steps:
-        allowed = "0 with rollout.max_staleness above 0: drafts lie in flight when weights change"
-        yield Problem("queue-without-drafts", "engine.mtp_steps", str(config.engine.mtp_steps), allowed, "leave it off")
+    mode = config.rollout.on_new_weights
+    if is_off_policy(config) and config.engine.mtp_steps and mode in HOLDING:
+        allowed = "abort or finish with engine.mtp_steps: a draft must not be checked by newer weights than its own"
+        yield Problem("drafts-in-flight", "rollout.on_new_weights", mode, allowed, "set rollout.on_new_weights=abort")
 
 
 QUEUE_RULES: tuple[Callable[[Config], Problems], ...] = (
@@ -87,6 +83,5 @@ QUEUE_RULES: tuple[Callable[[Config], Problems], ...] = (
     _tail,
     _steps,
     _objective,
-    _routes,
     _draft,
 )

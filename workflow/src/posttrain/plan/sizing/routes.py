@@ -11,7 +11,7 @@ Source: SGLang 0.5.23, srt/state_capturer/routed_experts.py and base.py.
 
 from __future__ import annotations
 
-from posttrain.config.derived import rollout_samples_per_step
+from posttrain.config.derived import rollout_samples_per_step, uses_queue
 from posttrain.config.schema import Config
 from posttrain.plan.flags.sglang_flags import CHUNKED_PREFILL_TOKENS_PER_RANK
 from posttrain.plan.sizing.activations import longest_sample
@@ -38,7 +38,10 @@ def engine_routes_bytes(config: Config, kv_tokens_per_gpu: int | None) -> tuple[
 
 
 def stored_routes_bytes(config: Config, assumptions: Assumptions) -> int:
-    """Return the maximum bytes of routes in a run's folder: those of all steps since the last checkpoint but one."""
+    """Return the maximum bytes of routes in a run's folder.
+
+    They are those of all steps since the last checkpoint but one, and of groups that engines finish for later steps.
+    """
     if not config.algorithm.routing_replay:
         return 0
     arch, training = config.model.architecture, config.training
@@ -47,5 +50,7 @@ def stored_routes_bytes(config: Config, assumptions: Assumptions) -> int:
     steps = training.num_steps
     if not config.logging.keep_rollouts:
         steps = min(steps, config.trainer.save_interval + 1)
+    if uses_queue(config):
+        steps += config.rollout.max_staleness + 1
     tokens = rollout_samples_per_step(config) * longest_sample(config, assumptions)
     return steps * tokens * layers * arch.num_experts_per_tok * number

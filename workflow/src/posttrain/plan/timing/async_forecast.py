@@ -7,7 +7,7 @@
 
 Each mode tries numbers of engines, in steps of a `PARTS`-th of the most, and of those that only prefill; the rest of
 the nodes trains. Engines keep the configured size, and the trainer takes the configured layout's time, longer on fewer
-nodes as it would be without a pipeline. Engines that run ahead do not draft, which the plan's rules forbid. A
+nodes as it would be without a pipeline. Engines that hold requests while they get new weights do not draft. A
 checkpoint hides behind the time in which the trainer waits; what is left of it, spread over the steps between two,
 counts.
 """
@@ -15,10 +15,12 @@ counts.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
 from posttrain.config.derived import prefill_gpus, trainer_nodes, uses_engines
+from posttrain.config.queue_rules import HOLDING
 from posttrain.config.schema import Config
 from posttrain.plan.sizing.storage import storage
 from posttrain.plan.timing.async_simulation import AsyncSteps
@@ -87,10 +89,10 @@ class NodeSplit:
     sync_seconds: float
     decoders: dict[int, Decoder]
 
-    def fleet(self, max_staleness: int) -> EngineFleet:
-        """Return the engines; those that run ahead do not draft."""
+    def fleet(self, steps: AsyncSteps | None = None) -> EngineFleet:
+        """Return the engines, which draft if the rules allow it (`config.queue_rules`); None: synchronous."""
         engine, gpus = self.config.engine, engine_of(self.config)
-        drafts = 0 if max_staleness else gpus.num_drafts
+        drafts = 0 if steps and steps.on_new_weights in HOLDING else gpus.num_drafts
         return EngineFleet(
             replace(gpus, num_drafts=drafts), engine.num_engines, engine.max_running_requests, self.decoders[drafts]
         )
@@ -125,30 +127,46 @@ def is_forecast(config: Config) -> bool:
 
 
 def explained(config: Config, modes: list[Mode]) -> str:
-    """Return which mode is the fastest, and why asynchronous training pays or does not."""
-    synchronous = min((mode for mode in modes if not mode.max_staleness), key=lambda mode: mode.step_seconds)
-    ahead = min((mode for mode in modes if mode.max_staleness), key=lambda mode: mode.step_seconds, default=None)
-    reasons = []
-    if not any(mode.max_staleness and mode.trainer_idle is not None for mode in modes):
-        reasons.append(f"no split of {config.nodes} nodes leaves both trainer and engines enough")
+    """Return which mode is the fastest, and what limits the best one that runs ahead, or leaves a tail."""
+    fastest = min(modes, key=lambda mode: mode.step_seconds)
+    synchronous = _best(mode for mode in modes if not mode.max_staleness)
+    ahead = _best(mode for mode in modes if mode.max_staleness and mode.trainer_idle is not None)
+    tail = _best(mode for mode in modes if mode.max_staleness and mode.trainer_idle is None)
+    assert synchronous, "engines and trainer can always take turns"
+    gain = synchronous.step_seconds / fastest.step_seconds
+    if fastest.max_staleness:
+        said = f"{fastest.name} is the fastest, {gain:.2f} times the best synchronous step"
+    else:
+        said = f"synchronous ({synchronous.name})"
     if ahead is None:
-        return "; ".join(["synchronous", *reasons])
-    gain = synchronous.step_seconds / ahead.step_seconds
-    if ahead.trainer_idle is not None:
-        limit = "the trainer limits it" if ahead.trainer_idle < LITTLE else "engines limit it"
-        reasons.insert(0, limit if gain > 1 else f"{limit} on a part of the nodes")
-    if gain > 1:
-        return "; ".join([f"{ahead.name} is the fastest, {gain:.2f} times the best synchronous step", *reasons])
-    if ahead.trainer_idle is None:
-        reasons.append("most groups wait for a response of nearly full length")
+        of_tail = (
+            [] if tail in (None, fastest) else [_compared(tail, synchronous, "most groups wait for long responses")]
+        )
+        return "; ".join([said, *of_tail, f"no split of {config.nodes} nodes leaves both trainer and engines enough"])
+    limit = "the trainer limits it" if (ahead.trainer_idle or 0.0) < LITTLE else "engines limit it"
+    if ahead is fastest:
+        return f"{said}; {limit}"
+    return f"{said}; {_compared(ahead, synchronous, *_hindrances(config, ahead), f'{limit} on a part of the nodes')}"
+
+
+def _best(modes: Iterable[Mode]) -> Mode | None:
+    return min(modes, key=lambda mode: mode.step_seconds, default=None)
+
+
+def _compared(mode: Mode, synchronous: Mode, *reasons: str) -> str:
+    share = synchronous.step_seconds / mode.step_seconds
+    return f"{mode.name} reaches {share:.2f} of the synchronous speed: {', '.join(reasons)}"
+
+
+def _hindrances(config: Config, ahead: Mode) -> Iterator[str]:
+    """Yield what holds up a mode that runs ahead."""
     if ahead.checkpoint_seconds > LITTLE * ahead.step_seconds:
         wait = f"each step waits {ahead.checkpoint_seconds:.0f} s for checkpoints"
-        reasons.append(f"{wait}, less with a larger trainer.save_interval")
-    if config.engine.mtp_steps:
-        reasons.append("it cannot draft (engine.mtp_steps)")
+        yield f"{wait}, less with a larger trainer.save_interval"
+    if config.engine.mtp_steps and config.rollout.on_new_weights in HOLDING:
+        yield "it drafts (engine.mtp_steps) only with rollout.on_new_weights=abort"
     if ahead.pause_seconds > LITTLE * ahead.step_seconds:
-        reasons.append(f"engines stand still for {ahead.pause_seconds:.0f} s at each update (rollout.on_new_weights)")
-    return f"synchronous ({synchronous.name}): {ahead.name} reaches {gain:.2f} of its speed; " + "; ".join(reasons)
+        yield f"engines stand still for {ahead.pause_seconds:.0f} s at each update (rollout.on_new_weights)"
 
 
 def forecast_part(config: Config, shared_storage: float) -> dict[str, object] | None:
@@ -196,9 +214,9 @@ def splits_of(config: Config, shared_storage: float, is_shared: bool) -> list[No
 
 def _synchronous(name: str, splits: list[NodeSplit], save: float) -> Mode | None:
     def mode(split: NodeSplit) -> Mode:
-        work, fleet = workload(split.config), split.fleet(0)
+        work, fleet = workload(split.config), split.fleet()
         rollout = rollout_of(fleet.engine, fleet.num_engines, work).seconds
-        return _mode(split, 0, 0.0, name, rollout + split.train_seconds + split.sync_seconds, rollout, save)
+        return _mode(split, None, 0.0, name, rollout + split.train_seconds + split.sync_seconds, rollout, save)
 
     return min(map(mode, splits), key=lambda one: one.step_seconds, default=None)
 
@@ -206,7 +224,7 @@ def _synchronous(name: str, splits: list[NodeSplit], save: float) -> Mode | None
 def _tail(splits: list[NodeSplit], tail_fraction: float, max_staleness: int, save: float) -> Mode | None:
     def mode(split: NodeSplit) -> Mode:
         name, steps = f"{SHARED}, tail {tail_fraction:g}", split.steps(max_staleness, tail_fraction)
-        busy = busy_seconds(split.fleet(max_staleness), workload(split.config), tail_fraction)
+        busy = busy_seconds(split.fleet(steps), workload(split.config), tail_fraction)
         least = steps.train_seconds + steps.sync_seconds + busy
         return replace(_simulated(split, steps, tail_fraction, name, save), bound_seconds=least)
 
@@ -245,26 +263,27 @@ def _ahead(splits: list[NodeSplit], max_staleness: int, save: float) -> Mode | N
 
 
 def _bound(split: NodeSplit, max_staleness: int) -> float:
-    return bound_seconds(split.fleet(max_staleness), workload(split.config), split.steps(max_staleness))
+    steps = split.steps(max_staleness)
+    return bound_seconds(split.fleet(steps), workload(split.config), steps)
 
 
 def _simulated(split: NodeSplit, steps: AsyncSteps, ahead: float, name: str, save: float) -> Mode:
-    found = simulated_steps(split.fleet(steps.max_staleness), workload(split.config), steps)
+    found = simulated_steps(split.fleet(steps), workload(split.config), steps)
     waits = found.trainer_idle * found.step_seconds
-    mode = _mode(split, steps.max_staleness, ahead, name, found.step_seconds, waits, save)
+    mode = _mode(split, steps, ahead, name, found.step_seconds, waits, save)
     return replace(mode, staleness=found.staleness, pause_seconds=found.pause_seconds)
 
 
 def _mode(
-    split: NodeSplit, max_staleness: int, ahead: float, name: str, seconds: float, waits: float, save: float
+    split: NodeSplit, steps: AsyncSteps | None, ahead: float, name: str, seconds: float, waits: float, save: float
 ) -> Mode:
-    config, fleet = split.config, split.fleet(max_staleness)
+    config, fleet = split.config, split.fleet(steps)
     work = workload(config)
     wait = max(save - waits, 0.0) / config.trainer.save_interval
     step = seconds + wait
     return Mode(
         name=name,
-        max_staleness=max_staleness,
+        max_staleness=steps.max_staleness if steps else 0,
         train_nodes=split.train_nodes,
         num_engines=config.engine.num_engines,
         num_prefill_engines=config.engine.pd.num_prefill_engines,

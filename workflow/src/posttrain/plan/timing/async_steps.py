@@ -10,10 +10,12 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from posttrain.config.schema import Config
 from posttrain.plan.timing.async_simulation import AsyncSteps, SharedEngines, SimulatedSteps, simulate
 from posttrain.plan.timing.decoding import Decoder, DecodingGpus, prefill_seconds
+from posttrain.plan.timing.rates import MOST_SPECULATION_GAIN
 from posttrain.plan.timing.rollout_of_step import Workload, engine_of, workload
 from posttrain.trajectory_queue import groups_of_tail
 
@@ -55,9 +57,20 @@ class EngineFleet:
         """Requests that all of them run at once."""
         return self.num_engines * self.max_running
 
+    @cached_property
+    def _plain(self) -> Decoder:
+        return Decoder(replace(self.engine, num_drafts=0))
+
+    def token_seconds(self, running: float, context: float) -> float:
+        """Return the time per token and request of one engine; speculation is limited as in a synchronous rollout."""
+        seconds = self.decoder.token_seconds(running, context)
+        if not self.engine.num_drafts:
+            return seconds
+        return max(seconds, self._plain.token_seconds(running, context) / MOST_SPECULATION_GAIN)
+
     def shared(self, weight: int = 1) -> SharedEngines:
         """Return them for a simulation in which every request stands for `weight` of them."""
-        token_seconds, each = _looked_up(self.decoder.token_seconds), weight / self.num_engines
+        token_seconds, each = _looked_up(self.token_seconds), weight / self.num_engines
         return SharedEngines(
             token_seconds=lambda running, context: token_seconds(max(running * each, 1.0), context),
             prefill_seconds=lambda requests, tokens: prefill_seconds(self.engine, requests * each, tokens),
@@ -139,7 +152,7 @@ def _rates(fleet: EngineFleet, work: Workload, max_staleness: int) -> list[tuple
     """Return (tokens per second of all, of each) for numbers of running requests: the concave hull, from idle on."""
     most, context = _most_running(fleet, work, max_staleness), _mean_context(work)
     loads = [float(fleet.num_engines) * (most / fleet.num_engines) ** (part / LOADS) for part in range(LOADS + 1)]
-    seconds = [fleet.decoder.token_seconds(max(load / fleet.num_engines, 1.0), context) for load in loads]
+    seconds = [fleet.token_seconds(max(load / fleet.num_engines, 1.0), context) for load in loads]
     hull = [(0.0, 1 / seconds[0])]
     for load, each in zip(loads, seconds, strict=True):
         point = (load / each, 1 / each)
@@ -180,7 +193,7 @@ def _longest(rates: list[tuple[float, float]], work: Workload, steps: AsyncSteps
 def busy_seconds(fleet: EngineFleet, work: Workload, ahead: float) -> float:
     """Return the time of engines for a step's tokens, with as many requests as they hold of 1 + `ahead` batches."""
     running = _most_running(fleet, work, ahead)
-    seconds = fleet.decoder.token_seconds(max(running / fleet.num_engines, 1.0), _mean_context(work))
+    seconds = fleet.token_seconds(max(running / fleet.num_engines, 1.0), _mean_context(work))
     return work.num_samples * work.mean_share * work.longest_response * seconds / running
 
 

@@ -101,5 +101,5 @@ def build_packed_batch(
         cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).int(),
         trajectory_indices=tuple(indices),
         num_padding=sum(lengths) - sum(trajectories[i].num_tokens for i in indices),
-        routes=tuple(routes for i in indices if (routes := trajectories[i].routes)),
+        routes=tuple(routes for i in indices for routes in trajectories[i].routes),
     )

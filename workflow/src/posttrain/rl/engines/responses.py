@@ -145,7 +145,8 @@ def _parse_result(place: int, item: Any, request: GenerateRequest, may_abort: bo
         raise ValueError(f"the end token {end_token} is not in the answer at place {place}, which it ended")
     try:
         num_prompt = len(request.input_ids)
-        layout = request.routes if tokens else None
+        # What an aborted request knows is read again with the next one, which reports all.
+        layout = None if is_aborted else request.routes
         routes = layout.read(meta, num_prompt, num_prompt + len(tokens)) if layout else None
     except ValueError as error:
         raise ValueError(f"{error}, at place {place}") from error

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from posttrain.errors import CheckpointError
 from posttrain.rl.data.chat import ChatTokenizer
 from posttrain.rl.engines.responses import GenerateResult
@@ -34,10 +36,12 @@ class Segment:
     Args:
         tokens: Read and sampled.
         loss_mask: 1 for each that was sampled.
+        routes: Expert routes of all tokens before the last sampled one, if the engine reports them.
     """
 
     tokens: list[int]
     loss_mask: list[int] = field(default_factory=list)
+    routes: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         self.loss_mask = [0] * len(self.tokens)
@@ -50,7 +54,7 @@ class Segment:
     def until_last_sampled(self) -> Segment:
         """Return the segment without what was read after the last sampled token; empty if there is none."""
         end = max((place + 1 for place, mark in enumerate(self.loss_mask) if mark), default=0)
-        cut = Segment(self.tokens[:end])
+        cut = Segment(self.tokens[:end], routes=self.routes)
         cut.loss_mask = self.loss_mask[:end]
         return cut
 
@@ -96,6 +100,7 @@ class Conversation:
             message: What they say, which templates and environments read.
         """
         self.segments[-1].add(response.output_ids, is_sampled=True)
+        self.segments[-1].routes = response.routes
         self.logprobs += response.logprobs
         self.versions += response.versions
         self.messages.append(dict(message))

@@ -90,9 +90,9 @@ class RolloutCoordinator:
         ]
         answers = await self._client.generate(requests, request_number=number)
         check_versions(step, answers)
-        told = [answer.routes for answer in answers if answer.routes is not None]
-        routes = await asyncio.to_thread(self._store.write_routes, step, number, told)
         episodes = [Episode.of_response(r.input_ids, answer) for r, answer in zip(requests, answers, strict=True)]
+        told = [episode.routes for episode in episodes]
+        routes = await asyncio.to_thread(self._store.write_routes, step, number, told)
         groups = await self._builder.grade(prompts, episodes, routes)
         # Stored chunks are not graded again, so the limit on grader failures applies to the whole step.
         if not has_failures(groups):

@@ -14,11 +14,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from posttrain.config.environment import OWN_PARSER
 from posttrain.config.schema import Config
 from posttrain.errors import ConfigError
 from posttrain.rl.data.chat import ChatTokenizer
 from posttrain.rl.engines.responses import GenerateRequest, GenerateResult
+from posttrain.rl.engines.routes import RoutesLayout
 from posttrain.rl.environments.protocol import (
     EnvironmentFailure,
     Environments,
@@ -58,6 +61,7 @@ class Episode:
         segment_lengths: Empty if there is one segment.
         finish_reason: "stop", or "length" if a limit ended the last response or the episode.
         last_response: The tokens of the last response.
+        routes: Expert routes of each segment, [tokens, layers, experts per token]; empty if not requested.
         grade: What the environment says of it; None without an environment.
         parts: Numbers of the episode, by metric.
     """
@@ -69,6 +73,7 @@ class Episode:
     finish_reason: str
     last_response: tuple[int, ...]
     segment_lengths: tuple[int, ...] = ()
+    routes: tuple[np.ndarray, ...] = field(default=(), compare=False)
     grade: EpisodeReward | EnvironmentFailure | None = None
     parts: Mapping[str, float] = field(default_factory=dict)
 
@@ -83,6 +88,7 @@ class Episode:
             versions=response.versions,
             finish_reason=response.finish_reason,
             last_response=response.output_ids,
+            routes=() if response.routes is None else (response.routes,),
         )
 
     @staticmethod
@@ -102,6 +108,7 @@ class EpisodeRunner:
             `EngineClient.parse_tool_calls`.
         temperature: Of sampling; None: as in training.
         limits_prompts: The trainer's limits of prompts and of its context hold, too.
+        routes: Layout in which engines report expert routes; None: they do not.
     """
 
     def __init__(
@@ -112,8 +119,9 @@ class EpisodeRunner:
         parse_calls: ParseCalls,
         temperature: float | None = None,
         limits_prompts: bool = True,
+        routes: RoutesLayout | None = None,
     ):
-        self._limits_prompts = limits_prompts
+        self._limits_prompts, self._routes = limits_prompts, routes
         self._config, self._settings = config, config.environment
         self._temperature = config.rollout.temperature if temperature is None else temperature
         self._tokenizer, self._environments, self._parse_calls = tokenizer, environments, parse_calls
@@ -219,6 +227,7 @@ class EpisodeRunner:
             sampling_seed=0,
             max_new_tokens=min(room, self._settings.max_turn_tokens or room),
             temperature=self._temperature,
+            routes=self._routes,
         )
 
 
@@ -257,6 +266,7 @@ class _Played:
             segment_lengths=tuple(len(segment.tokens) for segment in kept) if len(kept) > 1 else (),
             finish_reason=finish_reason,
             last_response=self.last_response,
+            routes=tuple(segment.routes for segment in kept if segment.routes is not None),
             grade=grade,
             parts={
                 "episode/turns": self.num_turns,

@@ -86,8 +86,12 @@ class TrajectoryGenerator:
         environments: Environments | None = None,
     ):
         self._config, self._client, self._store = config, client, store
-        self._runner = EpisodeRunner(config, tokenizer, environments, self._parse_calls) if environments else None
         self._builder = GroupBuilder(config, tokenizer, graders)
+        self._runner = (
+            EpisodeRunner(config, tokenizer, environments, self._parse_calls, routes=self._builder.routes)
+            if environments
+            else None
+        )
         self._mix = PromptMix(prompts, config.data)
         self._queue = TrajectoryQueue.of(config)
         self._ready: dict[int, TrajectoryGroup] = {}
@@ -143,7 +147,7 @@ class TrajectoryGenerator:
         check_failures(failures, self._config.reward.max_failure_share)
         state = self._queue.state
         self._queue.take(step, positions)
-        await asyncio.to_thread(self._store.take, step, groups, self._queue.done)
+        groups = await asyncio.to_thread(self._store.take, step, groups, self._queue.done)
         for position in positions:
             del self._ready[position]
         if runs_ahead(self._config):
@@ -231,6 +235,7 @@ class TrajectoryGenerator:
             self._queue.drop(position, EQUAL_REWARDS)
             return
         oldest = self._checked(group)
+        group = await asyncio.to_thread(self._with_stored_routes, group, episodes)
         # Stored groups are not graded again, so the limit on grader failures decides about this one later.
         if not has_failures([group]):
             await asyncio.to_thread(self._store.write_group, group)
@@ -323,6 +328,12 @@ class TrajectoryGenerator:
         if not (isinstance(error, NoAnswerError) and self._client.can_sample):
             self._background.has_engines.clear()
         await self._background.has_engines.wait()
+
+    def _with_stored_routes(self, group: TrajectoryGroup, episodes: Sequence[Episode]) -> TrajectoryGroup:
+        """Store the expert routes of a group's episodes, if there are any, and return the group with them."""
+        stored = self._store.write_group_routes(group.position, [episode.routes for episode in episodes])
+        both = zip(group.trajectories, stored, strict=True)
+        return dataclasses.replace(group, trajectories=tuple(dataclasses.replace(one, routes=at) for one, at in both))
 
     def _checked(self, group: TrajectoryGroup) -> int:
         """Return a group's oldest version; reject a version that no engine of this run has had."""

@@ -26,12 +26,15 @@ class GroupBuilder:
         config: The resolved configuration.
         tokenizer: Renders prompts and decodes responses.
         graders: Grade responses.
+
+    Attributes:
+        routes: Layout in which engines report expert routes; None without routing replay.
     """
 
     def __init__(self, config: Config, tokenizer: ChatTokenizer, graders: GraderPool):
         self._config, self._tokenizer, self._scorer = config, tokenizer, Scorer(config, graders)
         has_routes = config.algorithm.routing_replay
-        self._routes = RoutesLayout.of(config.model.architecture) if has_routes else None
+        self.routes = RoutesLayout.of(config.model.architecture) if has_routes else None
 
     def requests(self, prompt: Prompt, step_or_tag: int | str, place: int) -> list[GenerateRequest]:
         """Return one request per trajectory of a prompt.
@@ -49,7 +52,7 @@ class GroupBuilder:
                 sampling_seed=sampling_seed(self._config.training.seed, step_or_tag, place, index),
                 max_new_tokens=longest,
                 temperature=rollout.temperature,
-                routes=self._routes,
+                routes=self.routes,
             )
             for index in range(rollout.num_samples_per_prompt)
         ]
@@ -58,19 +61,19 @@ class GroupBuilder:
         self,
         prompts: Sequence[Prompt],
         episodes: Sequence[Episode],
-        routes: Sequence[Routes | None] = (),
+        routes: Sequence[tuple[Routes, ...]] = (),
     ) -> list[TrajectoryGroup]:
         """Return the graded groups of prompts.
 
         Args:
             prompts: The prompts.
             episodes: `rollout.num_samples_per_prompt` of each prompt, in order.
-            routes: One per episode; empty if not recorded.
+            routes: Of each episode, if they are stored already.
         """
         size = self._config.rollout.num_samples_per_prompt
         graded = [answer_of(prompts[i // size], self._tokenizer, one) for i, one in enumerate(episodes)]
         scored = await self._scorer.score([graded[start : start + size] for start in range(0, len(graded), size)])
-        recorded = routes or [None] * len(episodes)
+        recorded = routes or [()] * len(episodes)
         trajectories = [
             _trajectory(prompts[i // size], i % size, episode, scored[i // size][i % size], recorded[i])
             for i, episode in enumerate(episodes)
@@ -95,7 +98,7 @@ def has_equal_rewards(group: TrajectoryGroup) -> bool:
     return not rewards or max(rewards) - min(rewards) <= RESOLUTION * max(map(abs, rewards))
 
 
-def _trajectory(prompt: Prompt, index: int, episode: Episode, scored: Scored, routes: Routes | None) -> Trajectory:
+def _trajectory(prompt: Prompt, index: int, episode: Episode, scored: Scored, routes: tuple[Routes, ...]) -> Trajectory:
     assert episode.logprobs, f"the engine sampled {sum(episode.loss_mask)} tokens without their log-probabilities"
     return Trajectory(
         prompt_id=prompt.prompt_id,

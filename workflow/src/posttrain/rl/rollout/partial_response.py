@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+import numpy as np
+
 from posttrain.rl.engines.responses import GenerateRequest, GenerateResult
 from posttrain.types import VersionSpan
 
@@ -23,6 +25,7 @@ class PartialResponse:
         finish_reason: Of the last request; `ABORTED` until the response is complete.
         num_cached: Prompt tokens that the first request found in a prefix cache.
         engine: Number of the last engine.
+        routes: Of the last request, which has read all tokens again or kept what it knew of them.
     """
 
     output_ids: tuple[int, ...] = ()
@@ -31,6 +34,7 @@ class PartialResponse:
     finish_reason: str = ABORTED
     num_cached: int = 0
     engine: int | None = None
+    routes: np.ndarray | None = None
 
     def add(self, result: GenerateResult) -> None:
         """Append the tokens of one more request."""
@@ -38,7 +42,7 @@ class PartialResponse:
         self.output_ids += tuple(result.output_ids)
         self.logprobs += tuple(result.logprobs)
         self.versions += tuple(result.versions)
-        self.finish_reason, self.engine = result.finish_reason, result.engine
+        self.finish_reason, self.engine, self.routes = result.finish_reason, result.engine, result.routes
 
     def rest_of(self, request: GenerateRequest, seed: int) -> GenerateRequest:
         """Return the request for what is missing."""
@@ -57,6 +61,7 @@ class PartialResponse:
             self.logprobs,
             self.finish_reason,
             last,
+            self.routes,
             versions=self.versions,
             num_cached=self.num_cached,
             engine=self.engine,

@@ -1,6 +1,7 @@
 """Stores the groups of a queue on disk, so that a crash loses no finished one and none is trained on twice.
 
     queue/group_00000123.json     a finished group, by its position, until a step takes it
+    queue/group_00000123.routes   the experts of its tokens, if routing is replayed
     queue/done_000012.json        the positions that the first 12 steps have trained on or dropped
     step_000012/chunk_0000.json   the groups that step 12 (from 0) trains on: `RolloutStore`'s own file
 
@@ -14,10 +15,15 @@ import json
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from posttrain import store
 from posttrain.errors import CheckpointError
-from posttrain.rl.rollout.rollout_store import RolloutStore
-from posttrain.types import TrajectoryGroup
+from posttrain.rl.rollout.rollout_store import RolloutStore, with_routes_in, write_routes
+from posttrain.types import Routes, TrajectoryGroup
+
+# Ending of a group's file of expert routes.
+ROUTES = ".routes"
 
 
 class QueueStore(RolloutStore):
@@ -31,6 +37,10 @@ class QueueStore(RolloutStore):
         super().__init__(folder)
         self._queue = folder / "queue"
 
+    def write_group_routes(self, position: int, routes: Sequence[Sequence[np.ndarray]]) -> list[tuple[Routes, ...]]:
+        """Persist the expert routes of a group's trajectories (`write_routes`); call it before `write_group`."""
+        return write_routes(self._group(position).with_suffix(ROUTES), routes)
+
     def write_group(self, group: TrajectoryGroup) -> None:
         """Persist a finished group durably."""
         store.write_text(self._group(group.position), json.dumps(group.as_dict(), allow_nan=False) + "\n")
@@ -41,9 +51,12 @@ class QueueStore(RolloutStore):
         Raises:
             CheckpointError: A file is damaged.
         """
+        for path in self._queue.glob(f"group_*{ROUTES}"):
+            if not path.with_suffix(".json").exists():  # of a group that was killed while it was stored
+                path.unlink()
         for path in sorted(self._queue.glob("group_*.json")):
             try:
-                yield TrajectoryGroup.from_dict(store.read_json(path))
+                yield with_routes_in(TrajectoryGroup.from_dict(store.read_json(path)), self._queue)
             except (ValueError, KeyError, TypeError, CheckpointError) as error:
                 words = f"{path}: not a group ({error}); delete it and run again"
                 raise CheckpointError("rollout-invalid", words) from error
@@ -51,9 +64,12 @@ class QueueStore(RolloutStore):
     def forget_group(self, position: int) -> None:
         """Delete a finished group that no step will take."""
         self._group(position).unlink(missing_ok=True)
+        self._group(position).with_suffix(ROUTES).unlink(missing_ok=True)
 
-    def take(self, step: int, groups: Sequence[TrajectoryGroup], done: tuple[int, Collection[int]]) -> None:
-        """Make a step's groups its rollout, durably.
+    def take(
+        self, step: int, groups: Sequence[TrajectoryGroup], done: tuple[int, Collection[int]]
+    ) -> list[TrajectoryGroup]:
+        """Make a step's groups its rollout, durably, and return them with their routes in the step's folder.
 
         Args:
             step: From 0.
@@ -62,9 +78,22 @@ class QueueStore(RolloutStore):
         """
         first_open, others = done
         store.write_json(self._done(step + 1), {"first_open": first_open, "others": sorted(others)})
-        self.write(step, 0, [*groups])
+        taken = [self._link_routes(group, self._path(step, 0).parent) for group in groups]
+        self.write(step, 0, taken)
         for group in groups:
             self.forget_group(group.position)
+        return taken
+
+    def _link_routes(self, group: TrajectoryGroup, folder: Path) -> TrajectoryGroup:
+        """Return a group whose routes are also in a folder: a second name, because a step's routes take gigabytes."""
+        routes = self._group(group.position).with_suffix(ROUTES)
+        if not any(trajectory.routes for trajectory in group.trajectories):
+            return group
+        folder.mkdir(parents=True, exist_ok=True)
+        linked = folder / routes.name
+        linked.unlink(missing_ok=True)  # of an attempt that was killed before it took the group
+        linked.hardlink_to(routes)
+        return with_routes_in(group, folder)
 
     def read_done(self, finished: int) -> tuple[int, list[int]]:
         """Return `TrajectoryQueue.done` after `finished` steps.

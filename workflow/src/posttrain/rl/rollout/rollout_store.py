@@ -11,6 +11,7 @@ import dataclasses
 import json
 import shutil
 from collections.abc import Sequence
+from itertools import accumulate, chain
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ import xxhash
 from posttrain import store
 from posttrain.errors import CheckpointError
 from posttrain.rl.batching.stored_routes import open_routes
-from posttrain.types import Routes, Trajectory, TrajectoryGroup
+from posttrain.types import Routes, TrajectoryGroup
 
 
 class RolloutStore:
@@ -43,7 +44,7 @@ class RolloutStore:
             return None
         try:
             groups = [TrajectoryGroup.from_dict(row) for row in store.read_json(path)]
-            return [_with_routes(group, path.parent) for group in groups]
+            return [with_routes_in(group, path.parent) for group in groups]
         except (ValueError, KeyError, TypeError, CheckpointError) as error:
             raise CheckpointError(
                 "rollout-invalid", f"{path}: not a rollout ({error}); delete it and run again"
@@ -70,25 +71,15 @@ class RolloutStore:
         rows = [group.as_dict() for group in groups]
         store.write_text(self._path(step, chunk), json.dumps(rows, allow_nan=False) + "\n")
 
-    def write_routes(self, step: int, chunk: int, routes: Sequence[np.ndarray]) -> list[Routes]:
+    def write_routes(self, step: int, chunk: int, routes: Sequence[Sequence[np.ndarray]]) -> list[tuple[Routes, ...]]:
         """Persist the expert routes of a chunk's trajectories; call it before writing the chunk, which refers to them.
 
         Args:
             step: From 0.
             chunk: Its number.
-            routes: One per trajectory, [tokens, layers, experts per token]; empty if not requested.
+            routes: Of each trajectory, one per segment [tokens, layers, experts per token]; none if not recorded.
         """
-        if not routes:
-            return []
-        path, found, offset = self._path(step, chunk).with_suffix(".routes"), [], 0
-        # Layers first, so that a pipeline stage reads only its own.
-        rows = [np.ascontiguousarray(of_sample.transpose(1, 0, 2)) for of_sample in routes]
-        for row in rows:
-            shape = (row.shape[0], row.shape[1], row.shape[2])
-            found.append(Routes(str(path), offset, shape, row.dtype.name, xxhash.xxh3_64_hexdigest(row.data)))
-            offset += row.nbytes
-        store.write_atomic(path, lambda file: file.writelines(row.data for row in rows))
-        return found
+        return write_routes(self._path(step, chunk).with_suffix(".routes"), routes)
 
     def forget_before(self, step: int) -> None:
         """Delete rollouts of steps that a committed checkpoint covers."""
@@ -100,15 +91,43 @@ class RolloutStore:
         return self._folder / f"step_{step:06d}" / f"chunk_{chunk:04d}.json"
 
 
-def _with_routes(group: TrajectoryGroup, folder: Path) -> TrajectoryGroup:
-    """Return a group with the current paths of its routes, because a run's folder may have moved."""
-    return dataclasses.replace(group, trajectories=tuple(_looked_at(one, folder) for one in group.trajectories))
+def write_routes(path: Path, routes: Sequence[Sequence[np.ndarray]]) -> list[tuple[Routes, ...]]:
+    """Write the expert routes of trajectories into one file, durably; none if there are none.
+
+    Args:
+        path: The file.
+        routes: Of each trajectory, one per segment [tokens, layers, experts per token].
+    """
+    # Layers first, so that a pipeline stage reads only its own.
+    rows = [[np.ascontiguousarray(one.transpose(1, 0, 2)) for one in segments] for segments in routes]
+    flat = list(chain.from_iterable(rows))
+    if flat:
+        store.write_atomic(path, lambda file: file.writelines(row.data for row in flat))
+    offsets = iter(accumulate((row.nbytes for row in flat), initial=0))
+    return [tuple(_section(path, next(offsets), row) for row in segments) for segments in rows]
 
 
-def _looked_at(trajectory: Trajectory, folder: Path) -> Trajectory:
-    if not trajectory.routes:
-        return trajectory
-    routes = dataclasses.replace(trajectory.routes, file=str(folder / Path(trajectory.routes.file).name))
+def _section(path: Path, offset: int, row: np.ndarray) -> Routes:
+    shape = (row.shape[0], row.shape[1], row.shape[2])
+    return Routes(str(path), offset, shape, row.dtype.name, xxhash.xxh3_64_hexdigest(row.data))
+
+
+def with_routes_in(group: TrajectoryGroup, folder: Path) -> TrajectoryGroup:
+    """Return a group whose routes are in a folder: a run's folder may have moved, and a group moves in it.
+
+    Raises:
+        ValueError: A file is damaged.
+        CheckpointError: A file is missing or truncated.
+    """
+    moved = [
+        dataclasses.replace(one, routes=tuple(_looked_at(routes, folder) for routes in one.routes))
+        for one in group.trajectories
+    ]
+    return dataclasses.replace(group, trajectories=tuple(moved))
+
+
+def _looked_at(routes: Routes, folder: Path) -> Routes:
+    routes = dataclasses.replace(routes, file=str(folder / Path(routes.file).name))
     if xxhash.xxh3_64_hexdigest(open_routes(routes).data) != routes.digest:
         raise ValueError(f"{routes.file} is damaged")
-    return dataclasses.replace(trajectory, routes=routes)
+    return routes

@@ -219,8 +219,10 @@ class _Batch:
         for response, place in zip(self._live, places, strict=True):
             if response.finish_reason is None:
                 told = routes[place]
-                # Of tokens read again the first routes count: their values were sampled with these.
-                response.routes.append(told[-1:] if response.routes else told[-len(response.row.input_ids) :])
+                if len(told) > 1:  # everything is read, at first or again
+                    response.routes = [told[-len(response.context) :]]
+                else:
+                    response.routes.append(told)
 
     def _score_prompts(self, hidden: dict[tuple[int, ...], torch.Tensor]) -> None:
         """Set the prompt scores of each response that requests them; `hidden` is [S, H] per prompt."""
