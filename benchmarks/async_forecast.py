@@ -210,16 +210,15 @@ def _best(splits: list[NodeSplit], max_staleness: int, name: str) -> tuple[NodeS
     def simulated(split: NodeSplit) -> SimulatedSteps:
         work = workload(split.config)
         lengths = marin_lengths(work.longest_response) if name == "log-normal" else response_lengths(work)
-        return simulated_steps(split.fleet(max_staleness), work, split.steps(max_staleness), lengths)
+        steps = split.steps(max_staleness)
+        return simulated_steps(split.fleet(steps), work, steps, lengths)
 
     return min(((split, simulated(split)) for split in splits), key=lambda item: item[1].step_seconds)
 
 
 def _bound(splits: list[NodeSplit], max_staleness: int) -> float:
-    return min(
-        bound_seconds(split.fleet(max_staleness), workload(split.config), split.steps(max_staleness))
-        for split in splits
-    )
+    both = [(split, split.steps(max_staleness)) for split in splits]
+    return min(bound_seconds(split.fleet(steps), workload(split.config), steps) for split, steps in both)
 
 
 def _row(

@@ -25,13 +25,12 @@ def samples(folder: Path, lengths=((3, 4), (2, 5)), num_experts: int = EXPERTS) 
     ]
     generator, dtype = np.random.default_rng(0), np.uint8 if num_experts <= 256 else np.int16
     drawn = [generator.random((s.num_tokens - 1, LAYERS, num_experts)).argsort(-1)[..., :CHOSEN] for s in plain]
-    routes = RolloutStore(folder).write_routes(0, 0, [array.astype(dtype) for array in drawn])
+    routes = RolloutStore(folder).write_routes(0, 0, [[array.astype(dtype)] for array in drawn])
     return [dataclasses.replace(sample, routes=told) for sample, told in zip(plain, routes, strict=True)]
 
 
 def whole(sample: Trajectory) -> np.ndarray:
-    assert sample.routes
-    routes = sample.routes
+    (routes,) = sample.routes
     return np.fromfile(routes.file, routes.dtype, int(np.prod(routes.shape)), offset=routes.offset).reshape(
         routes.shape
     )
@@ -70,6 +69,6 @@ def test_what_is_gone_is_named(tmp_path: Path) -> None:
 
 
 def test_samples_of_which_nobody_knows_are_refused(tmp_path: Path) -> None:
-    given = [samples(tmp_path)[0], dataclasses.replace(samples(tmp_path)[1], routes=None)]
+    given = [samples(tmp_path)[0], dataclasses.replace(samples(tmp_path)[1], routes=())]
     with pytest.raises(AssertionError, match="nobody knows"):
         routes_of_row(build_packed_batch(given, (0, 1)), [0], CHOSEN, EXPERTS)
