@@ -33,3 +33,10 @@ def test_a_plan_that_does_not_fit_is_shown_and_fails(tmp_path):
     assert "1 problem in the configuration" in done.stderr
     assert "Traceback" not in done.stderr
     assert "<h2>This cannot run</h2>" in (tmp_path / PAGE).read_text()
+
+
+def test_a_plan_says_what_limits_programs(tmp_path):
+    done, written = plan(tmp_path, "model=glm5", "site=local", "set=data.reward=code")
+    assert "limits by" in written["sandbox"]
+    assert f"sandbox: {written['sandbox']}\n" in done.stdout
+    assert f"Sandbox: {written['sandbox']}." in (tmp_path / PAGE).read_text()

@@ -14,11 +14,13 @@ from tests.support.rejections import rejected
 from posttrain.config.sandbox import SANDBOX_SECRET_VARIABLE
 from posttrain.config.sandbox_needs import needs_sandbox
 from posttrain.config.schema import Config
+from posttrain.plan.preflight.judgement import summarize
 from posttrain.plan.preflight.node import inspect_node
 from posttrain.plan.preflight.refusals import find_refusals
-from posttrain.plan.preflight.sandbox import check_sandbox, sandbox_problems
+from posttrain.plan.preflight.sandbox import check_sandbox, describe_sandbox, sandbox_problems
 from posttrain.plan.resolve import resolve
 from posttrain.sandbox.bubblewrap import find_bwrap
+from posttrain.sandbox.cgroup import limits_by
 
 CONFIG_DIR = Path(__file__).parents[4] / "config"
 SUITE = "evaluation.suites.mine"
@@ -75,9 +77,26 @@ def test_a_machine_that_can_says_how() -> None:
     assert check_sandbox(config_of()).status == "skipped"
 
 
+def test_the_plan_says_what_limits_programs_as_far_as_it_knows() -> None:
+    here = config_of("data.reward=code")
+    away = dataclasses.replace(here, site=dataclasses.replace(here.site, launcher="slurm"))
+    assert describe_sandbox(config_of()) == ""
+    assert describe_sandbox(here) == f"this machine runs the programs; limits by {limits_by()}"
+    assert describe_sandbox(config_of("data.reward=code sandbox.address=http://n7:8700")).startswith(
+        "http://n7:8700 runs"
+    )
+    told = describe_sandbox(away)
+    assert "the preflight of a node says which" in told
+    assert told.endswith(f"(this machine: {limits_by()})")
+
+
 def test_nodes_of_a_job_are_tried_there(tmp_path: Path) -> None:
     config = config_of("data.reward=code")
-    assert inspect_node(config, tmp_path / "local", tmp_path / "shared").problems == []
+    facts = inspect_node(config, tmp_path / "local", tmp_path / "shared")
+    assert facts.problems == []
+    assert facts.sandbox == f"sandbox limits by {limits_by()}"
+    assert summarize({"node0": facts.as_dict(), "node1": facts.as_dict()}, {}, {}).endswith(f" MB/s, {facts.sandbox}")
+    assert inspect_node(config_of(), tmp_path / "local", tmp_path / "shared").sandbox == ""
     site = dataclasses.replace(config.site, launcher="slurm")
     assert check_sandbox(dataclasses.replace(config, site=site)).status == "skipped"
 
@@ -85,6 +104,7 @@ def test_nodes_of_a_job_are_tried_there(tmp_path: Path) -> None:
 FORBIDDEN = f"""
 import json, sys
 from pathlib import Path
+from posttrain.plan.preflight.judgement import summarize
 from posttrain.plan.preflight.node import inspect_node
 from posttrain.plan.preflight.sandbox import check_sandbox
 from posttrain.plan.resolve import resolve

@@ -117,7 +117,10 @@ def judge_transfers(sent: Mapping[str, Rows], backend: str, min_share: float) ->
 
 
 def summarize(facts: Mapping[str, Mapping[str, Any]], results: Results, sent: Mapping[str, Rows]) -> str:
-    """Return the lowest rate of each kind, for one log line; arguments are those of the judgements."""
+    """Return the lowest rate of each kind, and what sandboxes have, for one log line.
+
+    Arguments are those of the judgements.
+    """
     parts = []
     for disk in sorted({disk for said in facts.values() for disk in said["rates"]}):
         parts.append(f"{disk} {min(said['rates'][disk] for said in facts.values()):,.0f} MB/s")
@@ -127,7 +130,7 @@ def summarize(facts: Mapping[str, Mapping[str, Any]], results: Results, sent: Ma
     parts += [f"all-reduce {min(sums):,.0f} MB/s"] if sums else []
     caches = _values(list(sent.values()), "rate")
     parts += [f"KV cache {min(caches):,.0f} MB/s"] if caches else []
-    return ", ".join(parts)
+    return ", ".join([*parts, *sorted({str(said["sandbox"]) for said in facts.values() if said.get("sandbox")})])
 
 
 def _fewest(broken: set[tuple[str, str]]) -> Iterator[tuple[str, set[tuple[str, str]]]]:

@@ -19,7 +19,7 @@ from posttrain.config.schema import Config
 from posttrain.plan.flags.flag import as_environment
 from posttrain.plan.flags.sglang_flags import environment_flags
 from posttrain.plan.preflight.kv_transfer import MODULES
-from posttrain.plan.preflight.sandbox import sandbox_problems
+from posttrain.plan.preflight.sandbox import node_sandbox, sandbox_problems
 from posttrain.plan.preflight.versions import installed_versions, is_too_old
 
 NVIDIA_SMI = "nvidia-smi"
@@ -41,11 +41,13 @@ class NodeFacts:
         problems: Reasons why it cannot train, as text; empty if it can.
         versions: Versions of packages and the driver.
         rates: MB/s of each disk.
+        sandbox: What limits programs of a model; "" if none are run here.
     """
 
     problems: list[str]
     versions: dict[str, str]
     rates: dict[str, float]
+    sandbox: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as plain types."""
@@ -73,7 +75,7 @@ def inspect_node(config: Config, node_local: Path, shared: Path) -> NodeFacts:
             rates[name] = write_rate(folder)
         except OSError as error:
             problems.append(f"{name} ({DISKS[name]}): {folder}: {error.strerror or error}")
-    return NodeFacts(problems, versions, rates)
+    return NodeFacts(problems, versions, rates, node_sandbox(config))
 
 
 def check_transport(config: Config) -> list[str]:

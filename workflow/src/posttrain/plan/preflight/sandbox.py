@@ -49,6 +49,24 @@ def check_sandbox(config: Config) -> Finding:
     return ok("sandbox", config.sandbox.address or f"runs here; limits by {limits_by()}")
 
 
+def describe_sandbox(config: Config) -> str:
+    """Return where programs run and what limits them, as far as a plan can know; "" if none are run."""
+    if not needs_sandbox(config):
+        return ""
+    if config.sandbox.address:
+        return f"{config.sandbox.address} runs the programs, and says what limits them when it starts"
+    if config.site.launcher == "local" and config.site.container.runtime == "none":
+        return f"this machine runs the programs; limits by {limits_by()}"
+    told = "each node runs its programs, limited by cgroup v2 where it is delegated, otherwise by rlimits and a watcher"
+    return f"{told}; the preflight of a node says which (this machine: {limits_by()})"
+
+
+def node_sandbox(config: Config) -> str:
+    """Return what limits programs on this node; "" if it runs none."""
+    runs_here = needs_sandbox(config) and not config.sandbox.address
+    return f"sandbox limits by {limits_by()}" if runs_here else ""
+
+
 def find_missing_secret(config: Config) -> Problem | None:
     """Return the problem if the secret of the sandbox service is needed and not set."""
     try:
