@@ -59,6 +59,12 @@ def test_engines_run_ahead(tmp_path: Path, on_new_weights: str, max_staleness: i
     check_bound(steps, max_staleness)
     assert any(row["queue/staleness_max"] > 0 for row in rows)
     assert all(row["queue/staleness_max"] <= max_staleness for row in rows)
+    paused = [row.get("perf/publish_pause_seconds", 0.0) for row in rows]
+    assert all(0 < pause < row["perf/weight_sync_seconds"] for pause, row in zip(paused[:-1], rows[:-1], strict=True))
+    assert not paused[-1], "nothing is published after the last step"
+    saved = {step: row for step, row in enumerate(rows) if "perf/save_pause_seconds" in row}
+    assert [*saved] == [2, 4]
+    assert all(row["perf/save_pause_seconds"] > row["perf/save_seconds"] for row in saved.values())
     measured = [step for step, row in enumerate(rows) if "evaluation/heldout/pass_rate" in row]
     assert measured == [2, 4]
     assert {path.name for path in (folder / "run" / "evaluations").iterdir()} >= {

@@ -21,6 +21,8 @@ PARTS = {
     "training": "SIGKILL of the driver, the supervisor, trainer and engines; results that are full",
     "rollouts": "engines that die within rollouts, 200 of our own and 20 of SGLang",
     "queued": "SIGKILL of ranks and engines while engines run ahead, 200 in all modes together",
+    "agents": "SIGKILL of everything that trains agents in synchronous steps, sandboxes included, 100 times",
+    "ahead": "SIGKILL of everything that trains a model on groups that run ahead, 200 in all modes together",
     "families": "SIGKILL of the ranks of every family in every phase of a step",
     "layouts": "every family in every product of layouts on two and four ranks",
     "images": "power cuts in every step and in training",

@@ -80,6 +80,15 @@ def engines_of(folder: Path) -> Iterator[list[EngineProcess]]:
 
 def start(folder: Path, run: str, engines: Sequence[EngineProcess]) -> ForkedProgram:
     """Start a rank that trains."""
+    (rank,) = start_ranks(folder, run, [engine.url for engine in engines], engines[0].secret)
+    return rank
+
+
+def start_ranks(folder: Path, run: str, urls: Sequence[str], secret: str = "", count: int = 1) -> list[ForkedProgram]:
+    """Start all ranks of a training; without engines it trains on the groups that are on disk.
+
+    The working folder of the ranks, and so of what they start, is the run's.
+    """
     (folder / run).mkdir(exist_ok=True)
     arguments = [
         ("--config", folder / "config.yaml"),
@@ -88,11 +97,14 @@ def start(folder: Path, run: str, engines: Sequence[EngineProcess]) -> ForkedPro
         ("--torch-dist", folder / "torch_dist"),
         ("--model-folder", folder / "hf"),
         ("--dataset", folder / "data"),
-        *(("--engine", engine.url) for engine in engines),
+        *(("--engine", url) for url in urls),
     ]
-    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", FILE_VARIABLE: str(folder / f"{time.monotonic_ns()}")}
-    environment = {**os.environ, **ONE_THREAD, **place, SECRET_VARIABLE: engines[0].secret}
-    return ForkedProgram(TRAINER, [str(word) for pair in arguments for word in pair], environment)
+    words = [str(word) for pair in arguments for word in pair]
+    place = {"WORLD_SIZE": str(count), FILE_VARIABLE: str(folder / f"{time.monotonic_ns()}"), SECRET_VARIABLE: secret}
+    environments = [
+        {**os.environ, **ONE_THREAD, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)
+    ]
+    return [ForkedProgram(TRAINER, words, environment, folder / run) for environment in environments]
 
 
 def finish(rank: ForkedProgram) -> None:

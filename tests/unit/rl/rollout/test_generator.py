@@ -89,6 +89,27 @@ def test_an_aborted_response_goes_on_with_its_tokens(play: Callable[..., None]) 
     play(story, engine)
 
 
+def test_a_synchronous_step_samples_an_interrupted_response_again(play: Callable[..., None]) -> None:
+    """A death or an abort changes neither seed nor prompt, so that a deterministic engine gives the same tokens."""
+    dying, other = Engine(*[([], "die")] * 50), Engine(([DIGIT, DIGIT], "abort"))
+    synchronous = {"rollout__max_staleness": 0, "algorithm__preset": "grpo", "rollout__dynamic_sampling": "true",
+                   "rollout__max_oversampling": 1, "engine__num_engines": 2}  # fmt: skip
+
+    async def story(generator: TrajectoryGenerator, store: QueueStore) -> None:
+        await generator.begin(0)
+        with pytest.raises(EngineError):
+            await generator.collect(0)
+        await asyncio.sleep(0.2)  # the dead engine's other requests fail, too
+        await generator.resume(0)
+        groups = (await generator.collect(0)).groups
+        asked = [*dying.asked, *other.asked]
+        assert len(asked) > 4
+        assert len({json.dumps(body) for body in asked}) == 4, "each response is asked for with the same words"
+        assert all(one.num_sampled == 1 for group in groups for one in group.trajectories)
+
+    play(story, dying, other, **synchronous)
+
+
 def test_an_engine_that_dies_gives_its_requests_to_the_other(play: Callable[..., None]) -> None:
     """The trainer hears of it, and the step's groups are complete."""
     dying, other = Engine(*[([], "die")] * 50), Engine()

@@ -105,12 +105,20 @@ METRICS: Mapping[str, Metric] = {
     "perf/old_logprobs_seconds": Metric("Log-probabilities before the update", "s", is_timing=True),
     "perf/train_seconds": Metric("Forward, backward and optimizer", "s", is_timing=True),
     "perf/weight_sync_seconds": Metric("New weights into the engines", "s", is_timing=True),
+    "perf/publish_pause_seconds": Metric(
+        "Of it, from the pause of running requests until they go on with the new weights", "s", is_timing=True
+    ),
     "perf/asleep_seconds": Metric(
         "Between phases: one of trainer and engines goes to sleep, and the other wakes up", "s", is_timing=True
     ),
     "perf/mismatch_seconds": Metric("Comparison of trainer and engine", "s", is_timing=True),
     "perf/save_seconds": Metric(
         "Waiting, after the rollout, for the checkpoint of the step before to be written", "s", is_timing=True
+    ),
+    "perf/save_pause_seconds": Metric(
+        "What that checkpoint has kept the trainer: its beginning, between the steps, and perf/save_seconds",
+        "s",
+        is_timing=True,
     ),
     "perf/mfu": Metric(
         "Operations of the model's forward and backward passes, recomputation apart, over perf/train_seconds and the "

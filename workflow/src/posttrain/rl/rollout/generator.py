@@ -2,7 +2,8 @@
 
 Every trajectory is a separate request, so a group is graded, stored and queued as soon as its last response ends.
 `TrajectoryQueue` decides which groups start and which ones a step trains on. A request that ends early, because its
-engine got new weights or died, is asked again for the rest, with the tokens that it has.
+engine got new weights or died, is asked again for the rest, with the tokens that it has; in a synchronous step it is
+asked again from its beginning, so that a failure changes no token.
 """
 
 from __future__ import annotations
@@ -10,13 +11,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from posttrain.config.derived import runs_ahead, share_of, takes_turns
+from posttrain.config.derived import is_off_policy, runs_ahead, share_of, takes_turns
 from posttrain.config.schema import Config
 from posttrain.rl.data.chat import ChatTokenizer
 from posttrain.rl.data.mixture import PromptMix
@@ -195,6 +195,7 @@ class TrajectoryGenerator:
     async def resume(self, version: int) -> None:
         """Go on with new weights, which all engines have."""
         self._queue.version = version
+        self._background.engine_failure = ""  # of an engine that has been replaced since
         self._background.has_engines.set()
         if not takes_turns(self._config):
             await self._client.resume()
@@ -289,16 +290,19 @@ class TrajectoryGenerator:
     ) -> GenerateResult:
         """Return a complete response, of as many requests as it takes."""
         tag = f"{_tag(position)}, turn {turn}" if turn else _tag(position)
-        response = PartialResponse(engine=engine)
-        for attempt in itertools.count():
-            seed = sampling_seed(self._config.training.seed, tag, prompt_id, index, attempt)
+        response, num_answers = PartialResponse(engine=engine), 0
+        while response.finish_reason == ABORTED:
+            seed = sampling_seed(self._config.training.seed, tag, prompt_id, index, num_answers)
             try:
-                response.add(await self._client.sample(response.rest_of(request, seed), response.engine))
+                result = await self._client.sample(response.rest_of(request, seed), response.engine)
             except EngineError as error:
                 await self._wait_for_engines(error)
-            if response.finish_reason != ABORTED:
-                return response.as_result()
-        raise AssertionError("unreachable")
+                continue
+            # In a synchronous step the weights stay, so an interrupted response is sampled again from its own seed.
+            if result.finish_reason != ABORTED or is_off_policy(self._config):
+                response.add(result)
+                num_answers += 1
+        return response.as_result()
 
     async def _parse_calls(
         self, text: str, tools: Sequence[Mapping[str, Any]], parser: str

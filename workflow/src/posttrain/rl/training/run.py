@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -79,6 +80,7 @@ class TrainingRun:
     turns: Colocation | None = None
     ends_early: bool = False
     _num_non_finite: int = 0
+    _pause_seconds: float = 0.0  # of running requests, for the step's publishes
     _slow_ranks: SlowRanks = field(default_factory=SlowRanks)
 
     @property
@@ -112,10 +114,12 @@ class TrainingRun:
             RuntimeError: An engine that runs requests holds other weights than those published last.
         """
         if self.publisher:
+            started = time.perf_counter()
             with self.source.publishing(finished) as requests_run:
                 if requests_run and not has_new_engine:
                     self.publisher.reverify()
                 self.publisher.publish(finished)
+            self._pause_seconds += (time.perf_counter() - started) * requests_run
         if self.turns:
             self.turns.have_published()
 
@@ -280,6 +284,8 @@ class TrainingRun:
         metrics |= {"mismatch/share_of_limit": share_of_limit(self.config, own, served)} if own else {}
         metrics |= rollout.queue
         metrics |= staleness_metrics(step, rollout.groups) if is_off_policy(self.config) else {}
+        if self._pause_seconds:
+            metrics["perf/publish_pause_seconds"], self._pause_seconds = self._pause_seconds, 0.0
         self.sinks.log(step + 1, metrics)
         return metrics
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from posttrain.rl.training.checkpoints import CheckpointFolder
 from posttrain.rl.training.phases import PhaseClock
 
 log = logging.getLogger(__name__)
+# In `PhaseClock.seconds`: how long the trainer stood still for a checkpoint, its beginning between two steps included.
+SAVE_PAUSE = "save_pause"
 
 
 class CheckpointToLoad:
@@ -69,6 +72,7 @@ class SavedState:
     ):
         self._policy, self._torch_dist, self._to_load = policy, torch_dist, to_load
         self._checkpoints, self._writer = checkpoints, writer
+        self._begin_seconds = 0.0
 
     def restore(self) -> int:
         """Load the checkpoint to resume from, or the initial weights; returns the finished steps."""
@@ -89,13 +93,16 @@ class SavedState:
 
     def begin_save(self, finished: int, canary: ReferenceLogprobs | None = None) -> None:
         """Start writing the state after `finished` steps; the next rollout does not change it."""
+        started = time.perf_counter()
         self._writer.begin(finished, canary)
+        self._begin_seconds = time.perf_counter() - started
 
     def finish_save(self, clock: PhaseClock) -> None:
         """Wait until the checkpoint in progress, if any, is committed; call it before changing the state."""
         if self._writer.is_writing:
             with clock.phase("save"):
                 self._writer.finish()
+            clock.seconds[SAVE_PAUSE] = self._begin_seconds + clock.seconds["save"]
 
 
 def _check_content(checkpoints: CheckpointFolder, finished: int) -> None:

@@ -1,0 +1,192 @@
+"""A training of the product's own ranks and engines, of which any process may be killed; the test is its supervisor.
+
+Ranks, engines and a server of environments are forked off one process that has imported everything, so a kill costs a
+second. Whatever they start works in the run's folder, by which it is found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+from tests.support.forked_programs import ONE_THREAD, ForkedProgram
+from tests.support.queued_trainings import start_ranks
+
+from posttrain.config.derived import uses_queue
+from posttrain.config.load import load_resolved
+from posttrain.rl.engines.launch_command import render_engine_command
+from posttrain.rl.engines.ports import LOOPBACK, choose_free_ports
+from posttrain.rl.engines.secret import SECRET_VARIABLE
+
+SECRET, RUN = "secret", "run"
+RANK, ENGINE, SERVER, WORKER, GRADER, SANDBOX = TARGETS = ("rank", "engine", "server", "worker", "grader", "sandbox")
+# What the command line of a process that a rank or a server has started contains.
+STARTED = {WORKER: "posttrain.rl.environments.worker", GRADER: "posttrain.rl.reward.worker", SANDBOX: "bwrap"}
+# Between two kills, at most; an attempt needs one second until its first step.
+MOST_SECONDS = 3.0
+# A process that follows a dead one ends at once; a busy machine may take longer.
+GONE_SECONDS = 30.0
+ATTEMPT_SECONDS = 300.0
+
+
+class KilledTraining:
+    """One training, in as many attempts as it takes.
+
+    Args:
+        folder: From `queued_trainings.prepare`.
+        chance: Decides what is killed, and when.
+        targets: What may be killed.
+        num_ranks: Of the trainer.
+        served: Arguments of `rl.environments.serve` without a port, which is `port`; empty if nothing is served.
+        port: Of the served environments.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        chance: random.Random,
+        targets: Sequence[str],
+        num_ranks: int = 1,
+        served: Sequence[str] = (),
+        port: int = 0,
+    ):
+        self.folder, self.kills, self.num_attempts = folder, Counter[str](), 0
+        self._chance, self._targets, self._num_ranks = chance, targets, num_ranks
+        self._served, self._port = served, port
+        self._config = load_resolved(folder / "config.yaml")
+        self._engine_ports = choose_free_ports(self._config.engine.num_engines)
+        self._programs: dict[tuple[str, int], ForkedProgram] = {}
+
+    def attempt(self, num_kills: int) -> bool:
+        """Start the ranks; kill processes until no kill is left or a rank has gone.
+
+        Args:
+            num_kills: At most so many.
+
+        Returns:
+            Whether the training has come to its end.
+        """
+        self.num_attempts += 1
+        ranks = start_ranks(self.folder, RUN, [self._url(port) for port in self._engine_ports], SECRET, self._num_ranks)
+        began = time.monotonic()
+        due = began + self._chance.uniform(0, MOST_SECONDS)
+        kills_before = self.kills.copy()
+        while all(rank.poll() is None for rank in ranks):
+            if num_kills > (self.kills - kills_before).total() and time.monotonic() >= due:
+                self._kill_one(ranks)
+                due = time.monotonic() + self._chance.uniform(0, MOST_SECONDS)
+            self._restart_servers()
+            assert time.monotonic() - began < ATTEMPT_SECONDS, f"the ranks hang:\n{self._end(ranks)}"
+            time.sleep(0.005)
+        codes = [rank.poll() for rank in ranks]
+        is_finished, is_killed = 0 in codes, -signal.SIGKILL in codes
+        output = "".join(rank.communicate(ATTEMPT_SECONDS)[0] for rank in ranks) if is_finished else self._end(ranks)
+        self._check_nothing_is_left()
+        if not is_finished and not is_killed:
+            # An engine that dies while it gets weights ends the attempt.
+            assert (self.kills - kills_before)[ENGINE], output[-6000:]
+            assert "engine" in output, output[-6000:]
+        return is_finished
+
+    @contextmanager
+    def servers(self) -> Iterator[None]:
+        """Start engines and, if any, the server of environments; they outlive ranks."""
+        try:
+            self._restart_servers()
+            yield
+        finally:
+            for program in self._programs.values():
+                program.kill()
+                program.communicate(60)
+            self._check_nothing_is_left()
+
+    def _kill_one(self, ranks: Sequence[ForkedProgram]) -> None:
+        living = self._victims(ranks)
+        target = self._chance.choice(sorted(living))
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self._chance.choice(living[target]).kill()
+            self.kills[target] += 1
+
+    def _victims(self, ranks: Sequence[ForkedProgram]) -> dict[str, list[psutil.Process]]:
+        """Return what may be killed now; a target without a process is left out."""
+        found: dict[str, list[psutil.Process]] = {target: [] for target in self._targets}
+        programs = {(RANK, number): rank for number, rank in enumerate(ranks)} | self._programs
+        for (target, _), program in programs.items():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(program.pid)
+                found.get(target, []).append(process)
+                for child in process.children(recursive=True):
+                    found.get(_kind(child), []).append(child)
+        return {target: processes for target, processes in found.items() if processes}
+
+    def _restart_servers(self) -> None:
+        """Start what has ended, as a supervisor does."""
+        wanted = {(ENGINE, port): self._start_engine for port in self._engine_ports}
+        wanted |= {(SERVER, self._port): self._start_server} if self._served else {}
+        for key, start in wanted.items():
+            program = self._programs.get(key)
+            if program and program.poll() is None:
+                continue
+            if program:
+                assert program.returncode == -signal.SIGKILL, program.communicate(10)[0]
+                if key[0] == SERVER:
+                    self._wait_until_gone(self.folder)
+            self._programs[key] = start(key[1])
+
+    def _start_engine(self, port: int) -> ForkedProgram:
+        number = self._engine_ports.index(port)
+        is_merged = uses_queue(self._config)
+        command = render_engine_command(
+            self._config, number, self.folder / "hf", LOOPBACK, port, merge_requests=is_merged
+        )
+        words, environment = command.argv[3:], {**os.environ, **ONE_THREAD, **command.env, SECRET_VARIABLE: SECRET}
+        return ForkedProgram("posttrain.rl.engines.embedded", words, environment)
+
+    def _start_server(self, port: int) -> ForkedProgram:
+        words = [*self._served, "--port", str(port)]
+        environment = {**os.environ, **ONE_THREAD}
+        return ForkedProgram("posttrain.rl.environments.serve", words, environment, self.folder)
+
+    def _url(self, port: int) -> str:
+        return f"http://{LOOPBACK}:{port}"
+
+    def _end(self, ranks: Sequence[ForkedProgram]) -> str:
+        """Kill all ranks; returns what they have printed."""
+        for rank in ranks:
+            rank.kill()
+        return "\n".join(rank.communicate(60)[0] for rank in ranks)
+
+    def _check_nothing_is_left(self) -> None:
+        """No worker, grader or sandbox outlives its rank."""
+        self._wait_until_gone(self.folder / RUN)
+
+    def _wait_until_gone(self, folder: Path) -> None:
+        until = time.monotonic() + GONE_SECONDS
+        while left := processes_in(folder):
+            assert time.monotonic() < until, f"left over: {left}"
+            time.sleep(0.02)
+
+
+def processes_in(folder: Path) -> Mapping[int, list[str]]:
+    """Return the processes that work in a folder, with their command lines."""
+    found = dict[int, list[str]]()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if process.cwd() == str(folder) and process.status() != psutil.STATUS_ZOMBIE:
+                found[process.pid] = process.cmdline()
+    return found
+
+
+def _kind(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        line = process.cmdline()
+        return next((kind for kind, word in STARTED.items() if any(part.endswith(word) for part in line[:6])), "")
+    return ""
