@@ -18,6 +18,7 @@ PAGES = sorted(
 NAMED = re.compile(r"\bdocs/(?:decisions/(\d{3})|([a-z-]+)\.md)")
 # A test or a folder of tests; those of CONTRIBUTING.md that stand for any are left out.
 TESTS = re.compile(r"\btests/(?!unit/part/|posttrain_x/)(?:\w+/)*(?:\w+\.py|[a-z]\w*[a-z0-9]\b(?![.<*{]))")
+NAMED_TEST, TEST_FUNCTION = re.compile(r"`(test_\w+)`"), re.compile(r"^def (test_\w+)", re.MULTILINE)
 # Made when the site is built.
 GENERATED = {"rules.md", "rejections.md"}
 LINK = re.compile(r"\]\(([^()\s]+)\)")
@@ -69,6 +70,22 @@ def test_tests_that_pages_and_code_name_are_there() -> None:
     named = {(str(file.relative_to(ROOT)), name) for file in files for name in TESTS.findall(file.read_text())}
     assert len({name for _, name in named}) > 50, "the pattern finds no tests"
     assert {(file, name) for file, name in named if not (ROOT / name).exists()} == set()
+
+
+def test_test_functions_that_pages_name_are_there() -> None:
+    named = {(page.name, name) for page in PAGES for name in NAMED_TEST.findall(page.read_text())}
+    files = [*(ROOT / "tests").rglob("test_*.py")]
+    there = {path.stem for path in files} | {name for path in files for name in TEST_FUNCTION.findall(path.read_text())}
+    assert {(page, name) for page, name in named if name not in there} == set()
+
+
+def test_every_promise_names_its_test() -> None:
+    """The table of docs/asynchronous.md: what is promised of a mode has a test, unless the cell says that it is not."""
+    table = (ROOT / "docs/asynchronous.md").read_text().partition("## What a run promises")[2].partition("\n|---")[2]
+    rows = [[cell.strip() for cell in line.split("|")[2:4]] for line in table.partition("\n\n")[0].splitlines()[1:]]
+    cells = [cell for row in rows for cell in row if cell != "-" and not cell.startswith("no:")]
+    assert len(cells) > 15, "the table is not found"
+    assert [cell for cell in cells if not NAMED_TEST.search(cell)] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
