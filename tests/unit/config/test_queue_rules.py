@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from tests.support.rejections import rejected
 
 from posttrain.config.derived import runs_ahead, uses_queue
+from posttrain.config.engine import Engine
 from posttrain.config.load import merge
+from posttrain.config.rollout import Rollout
 
 CONFIG_DIR = Path(__file__).resolve().parents[3] / "config"
 AHEAD = "rollout.max_staleness=1 algorithm.preset=tis"
 TURNS = f"{AHEAD} engine.sleep=always rollout.tail_fraction=0.25 rollout.on_new_weights=abort"
 OVERSAMPLING = "rollout.dynamic_sampling=true rollout.max_oversampling"
 OFFLINE = "rollout.num_samples_per_prompt=1 training.objective=sft rollout.temperature=1.0"
+
+
+def choices_of(section: type, name: str) -> tuple[str, ...]:
+    """Return the values that a key may have."""
+    return next(field.metadata["choices"] for field in fields(section) if field.name == name)
+
 
 # model, settings, code, key, and what the rejection has to say
 VIOLATIONS = (
@@ -45,6 +54,22 @@ def test_what_has_no_meaning_is_rejected(model: str, settings: str, code: str, k
     """Each names the key, what is allowed and the nearest setting that works."""
     with rejected(code, datum, key=key):
         merge({"model": model, "site": "local", "set": settings}, CONFIG_DIR)
+
+
+# Where each mode of `rollout.on_new_weights` is run against the engine.
+RUNS = {
+    "sglang": "end_to_end/test_running_updates_in_sglang.py",
+    "embedded": "unit/rl/engines/embedded/test_running_updates.py",
+}
+
+
+@pytest.mark.parametrize("kind", choices_of(Engine, "kind"))
+@pytest.mark.parametrize("mode", choices_of(Rollout, "on_new_weights"))
+def test_every_engine_has_every_way_to_take_new_weights(kind: str, mode: str) -> None:
+    """A new kind of engine, or a new mode, needs a test that runs it, or a rule that rejects it."""
+    settings = f"{AHEAD} engine.kind={kind} rollout.on_new_weights={mode}"
+    merge({"model": "tiny", "site": "local", "set": settings}, CONFIG_DIR)
+    assert f'"{mode}"' in (Path(__file__).parents[2] / RUNS[kind]).read_text()
 
 
 @pytest.mark.parametrize(
