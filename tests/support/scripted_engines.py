@@ -41,6 +41,8 @@ Story = Callable[[TrajectoryGenerator, QueueStore], Coroutine[Any, Any, None]]
 class Engine:
     """Answers requests with `answers` in turn, then with one digit; "die" ends the connection."""
 
+    logprob = -0.5
+
     def __init__(self, *answers: Any):
         self.answers, self.asked = [*answers], list[dict[str, Any]]()
         self.version = "0"
@@ -52,7 +54,7 @@ class Engine:
         if reason == "die":
             request.transport.close()
         meta = {"finish_reason": {"type": reason}, "weight_version": self.version}
-        meta["output_token_logprobs"] = [[-0.5, token, None] for token in tokens]
+        meta["output_token_logprobs"] = [[self.logprob, token, None] for token in tokens]
         meta |= self.more(body, tokens)
         return web.json_response([{"output_ids": tokens, "meta_info": meta}])
 
