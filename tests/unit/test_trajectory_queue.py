@@ -134,6 +134,34 @@ def test_dropped_groups_are_replaced(seed: int) -> None:
     assert all(age <= 1 for step in staleness for age in step)
 
 
+@pytest.mark.parametrize("max_staleness", [0, 1, 4])
+@pytest.mark.parametrize("seed", range(10))
+def test_each_group_is_trained_on_or_dropped(max_staleness: int, seed: int) -> None:
+    """Dynamic sampling makes no surplus: what is ready when a step has its batch stays for the next ones."""
+    taken, _, queue, _ = run(max_staleness, seed, drop=0.5, max_dropped=B)
+    assert queue.state["queue/groups_ready"] == queue.state["queue/groups_running"] == 0
+    first_open, others = queue.done
+    dropped = {*range(first_open), *others} - {position for step in taken for position in step}
+    assert len(dropped) <= B * STEPS
+    assert (first_open, others) == (B * STEPS + len(dropped), []), "a position is left out"
+
+
+def test_groups_that_are_ready_too_early_wait_for_the_next_step() -> None:
+    """Also those that became ready after the step had its batch."""
+    queue = TrajectoryQueue(B, 1, STEPS)
+    started = []
+    while (position := queue.start()) is not None:
+        started.append(position)
+    for position in reversed(started):
+        queue.add_ready(position, 0)
+    chosen = queue.choose(0)
+    assert chosen == started[B:]
+    queue.take(0, chosen)
+    assert queue.state["queue/groups_ready"] == B
+    queue.version = 1
+    assert queue.choose(1) == started[:B]
+
+
 def test_groups_of_an_older_attempt_are_taken_again_in_their_steps() -> None:
     """A run that resumes at an older checkpoint replays the steps that had taken their groups."""
     queue = TrajectoryQueue(B, 1, STEPS, finished=3, done=(B * 3 - 1, [B * 3 + 1]))
