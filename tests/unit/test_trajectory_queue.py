@@ -193,7 +193,7 @@ def test_a_group_that_is_too_old_stops_the_run() -> None:
 
 
 def test_ten_thousand_groups_take_little_time() -> None:
-    """Starting, queueing and taking a group costs microseconds, however many wait."""
+    """Starting, queueing and taking a group costs microseconds, however many wait; so does asking in vain."""
     count = 10_000
     queue = TrajectoryQueue(count // 5, 4, 5)
     began = time.process_time()
@@ -201,9 +201,10 @@ def test_ten_thousand_groups_take_little_time() -> None:
         pass
     for position in range(count):
         queue.add_ready(position, 0)
+        assert position + 1 >= count // 5 or queue.choose(0) is None
     for step in range(5):
         queue.version = step
         chosen = queue.choose(step)
         assert chosen is not None
         queue.take(step, chosen)
-    assert (time.process_time() - began) / count < 1e-3
+    assert (time.process_time() - began) / count < 2e-4

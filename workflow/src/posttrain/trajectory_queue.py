@@ -19,25 +19,20 @@ equation 3); the second makes the bound strict for every group. With k = 0 they 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 from posttrain.config.derived import takes_turns
 from posttrain.config.schema import Config
 
 
-@dataclass(frozen=True)
-class Waiting:
-    """A group between its start and its training.
+class _OfVersion:
+    """The groups between start and training whose oldest weight version is the same."""
 
-    Args:
-        oldest_version: The oldest weight version that has sampled a token of it, or may do so.
-        ready_as: Its place in the order in which groups became ready; None while it is generated.
-    """
-
-    oldest_version: int
-    ready_as: int | None = None
+    def __init__(self) -> None:
+        self.num_waiting = 0
+        # Position -> place in the order in which groups became ready.
+        self.ready: dict[int, int] = {}
 
 
 def groups_of_tail(tail_fraction: float, batch_size: int) -> int:
@@ -81,7 +76,8 @@ class TrajectoryQueue:
         self._first_open, self._done = done[0], set(done[1])
         self._next = self._first_open
         self._num_trained = finished * batch_size
-        self._waiting: dict[int, Waiting] = {}
+        self._waiting: dict[int, int] = {}  # position -> the oldest version that has sampled the group, or may do so
+        self._of_version = defaultdict[int, _OfVersion](_OfVersion)
         self._reserved: dict[int, list[int]] = {}
         self._num_running = self._num_ready_ever = 0
         self._dropped: Counter[str] = Counter()
@@ -142,7 +138,8 @@ class TrajectoryQueue:
             return None
         while self._next in self._waiting or not self.is_open(self._next):
             self._next += 1
-        self._waiting[self._next] = Waiting(self.version)
+        self._waiting[self._next] = self.version
+        self._of_version[self.version].num_waiting += 1
         self._num_running += 1
         return self._next
 
@@ -150,12 +147,15 @@ class TrajectoryQueue:
         """Note that a group is ready: one that was started, or one that an earlier attempt has stored."""
         assert self.is_open(position), f"the group at position {position} was trained on already"
         self._num_running -= position in self._waiting
-        self._waiting[position] = Waiting(oldest_version, self._num_ready_ever)
+        self._remove(position)
+        self._waiting[position] = oldest_version
+        self._of_version[oldest_version].num_waiting += 1
+        self._of_version[oldest_version].ready[position] = self._num_ready_ever
         self._num_ready_ever += 1
 
     def drop(self, position: int, reason: str) -> None:
         """Drop a group; another may start in its place."""
-        del self._waiting[position]
+        self._remove(position)
         self._num_running -= 1
         self._done.add(position)
         self._dropped[reason] += 1
@@ -168,27 +168,52 @@ class TrajectoryQueue:
         """
         if step in self._reserved:
             return self._reserved[step]
-        last = {position: group.oldest_version + self._max_staleness for position, group in self._waiting.items()}
-        if old := [position for position, deadline in last.items() if deadline < step]:
-            raise RuntimeError(f"step {step + 1}: groups {old[:5]} are more than {self._max_staleness} updates old")
-        order = {place: group.ready_as for place, group in self._waiting.items() if group.ready_as is not None}
-        ready, chosen = sorted(order, key=order.__getitem__), dict[int, None]()
-        for deadline in sorted({*last.values()}):
-            urgent = sum(due <= deadline for due in last.values()) - (deadline - step) * self._batch_size
-            missing = urgent - sum(last[place] <= deadline for place in chosen)
-            candidates = [place for place in ready if last[place] <= deadline and place not in chosen]
-            if missing > len(candidates):
+        shares = self._shares(step)
+        if shares is None:
+            return None
+        order, chosen, others = dict[int, int](), list[int](), list[int]()
+        for version, share in shares:
+            order |= self._of_version[version].ready
+            others = sorted([*others, *self._of_version[version].ready], key=order.__getitem__)
+            missing = share - len(chosen)
+            chosen, others = chosen + others[:missing], others[missing:]
+        return sorted(chosen + others[: self._batch_size - len(chosen)])
+
+    def _shares(self, step: int) -> list[tuple[int, int]] | None:
+        """Return each version, oldest first, with how many groups up to it a step has to take; None if it has to wait.
+
+        Counts alone, since a step that waits asks after each group that becomes ready.
+        """
+        shares, num_waiting, num_ready, share = list[tuple[int, int]](), 0, 0, 0
+        for version in sorted(self._of_version):
+            last_step = version + self._max_staleness
+            if last_step < step:
+                old = [position for position, oldest in self._waiting.items() if oldest == version]
+                raise RuntimeError(f"step {step + 1}: groups {old[:5]} are more than {self._max_staleness} updates old")
+            num_waiting += self._of_version[version].num_waiting
+            num_ready += len(self._of_version[version].ready)
+            share = max(share, num_waiting - (last_step - step) * self._batch_size)
+            if share > num_ready:
                 return None
-            chosen |= dict.fromkeys(candidates[: max(missing, 0)])
-        others = [place for place in ready if place not in chosen]
-        chosen |= dict.fromkeys(others[: self._batch_size - len(chosen)])
-        return sorted(chosen) if len(chosen) == self._batch_size else None
+            shares.append((version, share))
+        return shares if num_ready >= self._batch_size else None
+
+    def _remove(self, position: int) -> None:
+        """Forget a group that waits, if it does."""
+        version = self._waiting.pop(position, None)
+        if version is None:
+            return
+        groups = self._of_version[version]
+        groups.num_waiting -= 1
+        groups.ready.pop(position, None)
+        if not groups.num_waiting:
+            del self._of_version[version]
 
     def take(self, step: int, positions: Sequence[int]) -> None:
         """Remove the groups of a step, which trains on them."""
         self._reserved.pop(step, None)
         for position in positions:
-            self._waiting.pop(position, None)
+            self._remove(position)
             if position >= self._first_open:
                 self._done.add(position)
         self._num_trained += len(positions)
