@@ -20,7 +20,7 @@ from posttrain.plan.preflight.refusals import find_refusals
 from posttrain.plan.preflight.sandbox import check_sandbox, describe_sandbox, sandbox_problems
 from posttrain.plan.resolve import resolve
 from posttrain.sandbox.bubblewrap import find_bwrap
-from posttrain.sandbox.cgroup import limits_by
+from posttrain.sandbox.guards import describe_guards
 
 CONFIG_DIR = Path(__file__).parents[4] / "config"
 SUITE = "evaluation.suites.mine"
@@ -73,7 +73,7 @@ def test_an_environment_that_imports_the_sandbox_needs_it(tmp_path: Path, line: 
 def test_a_machine_that_can_says_how() -> None:
     finding = check_sandbox(config_of("data.reward=code"))
     assert finding.status == "ok"
-    assert "limits by" in finding.detail
+    assert finding.detail == f"runs here; {describe_guards()}"
     assert check_sandbox(config_of()).status == "skipped"
 
 
@@ -81,20 +81,20 @@ def test_the_plan_says_what_limits_programs_as_far_as_it_knows() -> None:
     here = config_of("data.reward=code")
     away = dataclasses.replace(here, site=dataclasses.replace(here.site, launcher="slurm"))
     assert describe_sandbox(config_of()) == ""
-    assert describe_sandbox(here) == f"this machine runs the programs; limits by {limits_by()}"
+    assert describe_sandbox(here) == f"this machine runs the programs; {describe_guards()}"
     assert describe_sandbox(config_of("data.reward=code sandbox.address=http://n7:8700")).startswith(
         "http://n7:8700 runs"
     )
     told = describe_sandbox(away)
-    assert "the preflight of a node says which" in told
-    assert told.endswith(f"(this machine: {limits_by()})")
+    assert "preflight says which, and whether it has Landlock" in told
+    assert told.endswith(f"(this machine: {describe_guards()})")
 
 
 def test_nodes_of_a_job_are_tried_there(tmp_path: Path) -> None:
     config = config_of("data.reward=code")
     facts = inspect_node(config, tmp_path / "local", tmp_path / "shared")
     assert facts.problems == []
-    assert facts.sandbox == f"sandbox limits by {limits_by()}"
+    assert facts.sandbox == f"sandbox: {describe_guards()}"
     assert summarize({"node0": facts.as_dict(), "node1": facts.as_dict()}, {}, {}).endswith(f" MB/s, {facts.sandbox}")
     assert inspect_node(config_of(), tmp_path / "local", tmp_path / "shared").sandbox == ""
     site = dataclasses.replace(config.site, launcher="slurm")

@@ -25,6 +25,7 @@ from typing import Literal
 from posttrain.errors import one_line
 from posttrain.sandbox.bubblewrap import WRITABLE, bwrap_options, find_bwrap
 from posttrain.sandbox.cgroup import add_process, find_delegated, has_run_out_of_memory, limited_cgroup
+from posttrain.sandbox.landlock import find_abi, landlock_rules
 from posttrain.sandbox.program import MAIN, REMEDY, WORK, Ended, Limits, Program, Result, SandboxUnavailable
 from posttrain.sandbox.python_root import find_python
 from posttrain.sandbox.seccomp import seccomp_filter
@@ -105,6 +106,7 @@ def _start(program: Program, limits: Limits, theirs: socket.socket) -> subproces
             first, *others = program.argv
             command = ["exec", root.python if first == "python" else first, *others]
         python = [root.python, "-S", "-B", "-P", "-c", _first_code(), str(theirs.fileno()), _rlimits(limits)]
+        python.append(landlock_rules(root, find_abi()))
         words = [*bwrap_options(root, limits, files, seccomp), "--", *python, *command]
         numbers = (theirs.fileno(), *files.values(), *([] if seccomp is None else [seccomp]))
         stdin, pipe = stack.enter_context(_content(program.stdin)), subprocess.PIPE

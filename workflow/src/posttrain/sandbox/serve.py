@@ -18,7 +18,7 @@ from aiohttp import web
 from posttrain.cli import command_line, run
 from posttrain.config.sandbox import SANDBOX_SECRET_VARIABLE
 from posttrain.errors import ConfigError, Problem
-from posttrain.sandbox.cgroup import limits_by
+from posttrain.sandbox.guards import describe_guards
 from posttrain.sandbox.messages import shared_secret
 from posttrain.sandbox.program import REMEDY, Limits, Program, SandboxUnavailable
 from posttrain.sandbox.run import run_sync
@@ -62,7 +62,7 @@ async def _serve(arguments: argparse.Namespace, secret: str) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     host, port = runner.addresses[0][:2]
-    log.info("ready on http://%s:%d after %.1f s; limits by %s", host, port, time.perf_counter() - started, limits_by())
+    log.info("ready on http://%s:%d after %.1f s; %s", host, port, time.perf_counter() - started, describe_guards())
     await stop.wait()
     await runner.cleanup()
 

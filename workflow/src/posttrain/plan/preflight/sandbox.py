@@ -8,7 +8,7 @@ from posttrain.config.sandbox_needs import needs_sandbox
 from posttrain.config.schema import Config
 from posttrain.errors import ConfigError, Problem
 from posttrain.plan.preflight.report import Finding, failed, ok, skipped
-from posttrain.sandbox.cgroup import limits_by
+from posttrain.sandbox.guards import describe_guards
 from posttrain.sandbox.messages import shared_secret
 from posttrain.sandbox.program import REMEDY, Limits, Program, SandboxUnavailable
 
@@ -46,7 +46,7 @@ def check_sandbox(config: Config) -> Finding:
     if reason := try_sandbox(config):
         value, allowed = f"{where}: {reason}", "a place where sandboxes can run"
         return failed("no-sandbox", "sandbox", "sandbox.address", value, allowed, REMEDY)
-    return ok("sandbox", config.sandbox.address or f"runs here; limits by {limits_by()}")
+    return ok("sandbox", config.sandbox.address or f"runs here; {describe_guards()}")
 
 
 def describe_sandbox(config: Config) -> str:
@@ -56,15 +56,15 @@ def describe_sandbox(config: Config) -> str:
     if config.sandbox.address:
         return f"{config.sandbox.address} runs the programs, and says what limits them when it starts"
     if config.site.launcher == "local" and config.site.container.runtime == "none":
-        return f"this machine runs the programs; limits by {limits_by()}"
+        return f"this machine runs the programs; {describe_guards()}"
     told = "each node runs its programs, limited by cgroup v2 where it is delegated, otherwise by rlimits and a watcher"
-    return f"{told}; the preflight of a node says which (this machine: {limits_by()})"
+    return f"{told}; a node's preflight says which, and whether it has Landlock (this machine: {describe_guards()})"
 
 
 def node_sandbox(config: Config) -> str:
     """Return what limits programs on this node; "" if it runs none."""
     runs_here = needs_sandbox(config) and not config.sandbox.address
-    return f"sandbox limits by {limits_by()}" if runs_here else ""
+    return f"sandbox: {describe_guards()}" if runs_here else ""
 
 
 def find_missing_secret(config: Config) -> Problem | None:
