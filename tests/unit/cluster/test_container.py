@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from posttrain.cluster.container import CLONE, CODE, make_shared_roots, prefix_of_jobs, srun_options, wrap
 from posttrain.config.schema import Config
+from posttrain.config.services import Judge
 from posttrain.plan.resolve import resolve
 
 CONFIG_DIR = Path(__file__).parents[3] / "config"
@@ -90,6 +92,20 @@ def test_what_the_configuration_names_is_shown(tmp_path: Path, monkeypatch: pyte
         f"{path}:{path}" for path in ("/prompts/a.jsonl", "/other/torch_dist", serving.calibration[0])
     ]
     assert not [mount for mount in shown if "nvme" in mount], "jobs of no gang use no node's own disk"
+
+
+def test_the_folders_of_own_sources_are_shown_with_the_files_that_they_name(tmp_path: Path) -> None:
+    """A reward beside another one, an environment, a judge's prompt, and a relative path, which needs no mount."""
+    config = config_with("apptainer", image="/shared/cpu.sif")
+    data = dataclasses.replace(
+        config.data, environment="/agents/guess.py:Guess", reward="environment + 0.1*/rewards/mine.py:f + near.py:g"
+    )
+    judge = Judge(url="http://judge:8000", model="m", prompt_file="/judges/polite.txt")
+    reward = dataclasses.replace(config.reward, judges={"polite": judge})
+    words = prefix_of_jobs(dataclasses.replace(config, data=data, reward=reward)).split()
+    shown = words[words.index("--bind") + 1].split(",")
+    assert shown[-3:] == [f"{path}:{path}" for path in ("/rewards", "/agents", "/judges")]
+    assert f"{os.getcwd()}:{os.getcwd()}" in shown
 
 
 def test_of_a_pattern_of_files_the_folder_is_shown_in_which_it_begins(tmp_path: Path) -> None:

@@ -221,3 +221,9 @@ def test_the_kind_is_chosen_by_the_name(name: str, kind: type):
             return await environments.open(0)
 
     assert type(asyncio.run(opened())) is kind
+
+
+def test_a_deadline_that_programs_exceed_is_rejected_at_the_start() -> None:
+    done = subprocess.run([*SERVE, "python", "--deadline-seconds", "59"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "--deadline-seconds 59: programs of python need 60" in done.stderr

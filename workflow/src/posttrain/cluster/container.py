@@ -26,7 +26,11 @@ from pathlib import Path
 
 import posttrain
 from posttrain.config.data import LOCAL_DATA
+from posttrain.config.own_environment import is_own
+from posttrain.config.own_reward import trained_rewards
+from posttrain.config.reward_sum import parse_reward
 from posttrain.config.schema import Config
+from posttrain.config.suites import suite_rewards
 
 # The folder from which this package is imported: `workflow/src` of the clone, which has the scripts, too.
 CODE = Path(posttrain.__file__).resolve().parents[1]
@@ -122,6 +126,17 @@ def _sources(config: Config) -> Iterator[str]:
     yield from filter(None, (*folders, config.evaluation.lm_eval.task_folder))
     yield from config.serving.calibration
     yield from (_fixed_part(wanted.file) for wanted in config.serving.passes.values() if wanted.kind == "files")
+    yield from _own_folders(config)
+
+
+def _own_folders(config: Config) -> Iterator[str]:
+    """Yield the folders of the user's rewards, judges' prompts and environment, whose sources may name files there."""
+    rewards = [*trained_rewards(config).values(), *suite_rewards(config).values()]
+    own = [term.grader for reward in rewards for term in parse_reward(reward) if term.is_own]
+    own += [config.data.environment] if is_own(config.data.environment) else []
+    files = [text.rpartition(":")[0] for text in own]
+    files += [judge.prompt_file for judge in config.reward.judges.values()]
+    yield from (os.path.dirname(os.path.abspath(path)) for path in files)
 
 
 def _fixed_part(pattern: str) -> str:

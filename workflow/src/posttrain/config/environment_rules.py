@@ -97,10 +97,18 @@ def _parser(config: Config) -> Problems:
         yield Problem("parser-of-sglang", "environment.tool_call_parser", repr(parser), allowed, "leave it out")
 
 
+def least_deadline(seconds: float) -> float:
+    """Return how long a call of the environment `python` has to be allowed to take.
+
+    Args:
+        seconds: Time limit of a program.
+    """
+    return MAX_PROGRAMS * seconds * (1 + WAITING_SHARE)
+
+
 def _deadline(config: Config) -> Problems:
     """Slow programs are an agent's fault; a call that exceeds its deadline has no reward."""
-    deadline = config.environment.deadline_seconds
-    least = MAX_PROGRAMS * config.sandbox.seconds * (1 + WAITING_SHARE)
+    deadline, least = config.environment.deadline_seconds, least_deadline(config.sandbox.seconds)
     if config.data.environment == "python" and deadline < least:
         allowed = f"at least {least:g}: {MAX_PROGRAMS} programs of sandbox.seconds, and half as long to wait"
         remedy = "raise it, or lower sandbox.seconds"

@@ -18,9 +18,17 @@ from typing import Any
 
 from aiohttp import web
 
+from posttrain.config.environment_rules import least_deadline
 from posttrain.config.own_environment import BUILT_IN, inspect_environment, is_own
+from posttrain.config.sandbox import SandboxSettings
 from posttrain.errors import ConfigError
-from posttrain.rl.environments.pool import EnvironmentPool, PooledEnvironment, built_in_source, own_source
+from posttrain.rl.environments.pool import (
+    SANDBOXED,
+    EnvironmentPool,
+    PooledEnvironment,
+    built_in_source,
+    own_source,
+)
 from posttrain.rl.environments.protocol import EnvironmentFailure
 from posttrain.store import parse_json
 
@@ -146,6 +154,9 @@ def main(words: list[str]) -> None:
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
     if not is_own(given.environment) and given.environment not in BUILT_IN:
         parser.error(f"{given.environment!r} is neither path.py:Class nor one of {', '.join(BUILT_IN)}")
+    least = least_deadline(SandboxSettings().seconds) if given.environment in SANDBOXED else 0.0
+    if given.deadline_seconds < least:
+        parser.error(f"--deadline-seconds {given.deadline_seconds:g}: programs of {given.environment} need {least:g}")
     try:
         if is_own(given.environment):
             source = own_source(inspect_environment(given.environment))
