@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 from tests.support.scripted_engines import CONFIG, DIGIT, PROMPTS, Engine, HoldingEngine
-from tests.support.scripted_environments import ScriptedEnvironments
+from tests.support.scripted_environments import ScriptedEnvironment, ScriptedEnvironments
 
+from posttrain.checkpoint.tiny.tokenizer import CHARACTERS
 from posttrain.plan.resolve import resolve
 from posttrain.rl.data.mixture import PromptMix
 from posttrain.rl.engines.calls import EngineError
-from posttrain.rl.environments.protocol import EnvironmentFailure, Message, Observation
+from posttrain.rl.environments.protocol import EnvironmentFailure, EpisodeReward, Message, Observation
 from posttrain.rl.rollout import episode as episode_module
 from posttrain.rl.rollout.generator import TrajectoryGenerator
 from posttrain.rl.rollout.queue_store import QueueStore
 
+LABEL, SHORT = PROMPTS[0].label, {"rollout__max_response_tokens": 6}
+COMPARED = ("prompt_id", "sample_index", "tokens", "loss_mask", "logprobs", "versions", "finish_reason", "reward")
 IN_ENVIRONMENT = {"data__environment": "calculator", "data__reward": "environment", "rollout__max_response_tokens": 60}
 
 
@@ -41,6 +45,57 @@ def test_episodes_are_trajectories_of_their_group(play: Callable[..., None]) -> 
 
     play(story, engine, environments=environments, rollout__max_staleness=0, algorithm__preset="grpo", **IN_ENVIRONMENT)
     assert environments.num_open == 0
+
+
+class Seeded(Engine):
+    """Answers with one or two digits, cut or not, and log-probabilities, all of which follow from the seed."""
+
+    def answer(self, body: dict[str, Any]) -> tuple[list[int], str]:
+        seed = body["sampling_params"][0]["sampling_seed"]
+        digits = ("7", "8", "78")[seed % 3]
+        return [CHARACTERS.index(digit) for digit in digits], "length" if seed % 5 == 0 else "stop"
+
+    def more(self, body: dict[str, Any], tokens: list[int]) -> dict[str, Any]:
+        first = body["sampling_params"][0]["sampling_seed"] % 1000
+        return {"output_token_logprobs": [[-(first + n) / 1000, token, None] for n, token in enumerate(tokens)]}
+
+
+class OneTurn(ScriptedEnvironments):
+    """Environments that end at the first action, and pay what the grader of labels pays."""
+
+    async def open(self, seed: int) -> ScriptedEnvironment:
+        self.opened.append(OneTurnEnvironment(self, seed))
+        return self.opened[-1]
+
+
+class OneTurnEnvironment(ScriptedEnvironment):
+    async def reward(self, trajectory: Mapping[str, Any]) -> EpisodeReward:
+        return EpisodeReward(float(trajectory["messages"][-1]["content"] == LABEL), {})
+
+
+def test_an_environment_that_ends_at_once_makes_the_trajectories_of_plain_prompts(
+    play: Callable[..., None], tmp_path: Path
+) -> None:
+    made, engines = list[list[dict[str, Any]]](), [Seeded(), Seeded()]
+
+    async def story(generator: TrajectoryGenerator, store: QueueStore) -> None:
+        await generator.begin(0)
+        groups = (await generator.collect(0)).groups
+        made.append([one.as_dict() for group in groups for one in group.trajectories])
+
+    settings = {"rollout__max_staleness": 0, "algorithm__preset": "grpo", "rollout__rollout_batch_size": 8,
+                "rollout__num_samples_per_prompt": 8, "training__global_batch_size": 64}  # fmt: skip
+    play(story, engines[0], **settings)
+    shutil.rmtree(tmp_path / "rollouts")
+    environments = OneTurn(lambda number, action: Observation((), done=True))
+    play(story, engines[1], environments=environments, **(IN_ENVIRONMENT | settings | SHORT))
+    plain, played = ([{name: one[name] for name in COMPARED} for one in some] for some in made)
+    assert played == plain
+    assert {one["reward"] for one in plain} == {0.0, 1.0}
+    assert {one["finish_reason"] for one in plain} == {"stop", "length"}
+    assert {one["parts"]["episode/turns"] for one in made[1]} == {1}
+    asked = [sorted(json.dumps(body, sort_keys=True) for body in engine.asked) for engine in engines]
+    assert asked[0] == asked[1]
 
 
 def test_an_episode_goes_on_after_an_abort_in_the_middle(play: Callable[..., None]) -> None:
