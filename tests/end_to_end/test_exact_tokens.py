@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from tests.support.megatron_single import CONFIG_DIR
+from safetensors.torch import load_file
+from tests.support.hub_tensors import fill
+from tests.support.megatron_single import CONFIG_DIR, initialize_single_rank
 from tests.support.scripted_environments import ScriptedEnvironments
 from tests.support.sglang_environment import PYTHON, require_sglang
 from tests.support.tiny_checkpoint import TINY_QWEN3, make_random_checkpoint
@@ -25,9 +28,10 @@ from posttrain.rl.engines.responses import GenerateRequest, GenerateResult
 from posttrain.rl.environments.calculator import TOOL
 from posttrain.rl.environments.protocol import Message, Observation
 from posttrain.rl.rollout.episode import Episode, EpisodeRunner
-from posttrain.types import Prompt
+from posttrain.rl.training.batch import pack_trajectories
+from posttrain.types import Prompt, Trajectory
 
-# |engine - transformers| in nats, of FP32 models.
+# |engine - transformers| and |engine - trainer| in nats, of FP32 models.
 BOUND = {"embedded": 1e-5, "sglang": 1e-4}
 SGLANG = {"engine.kind": "sglang", "engine.python": PYTHON}
 CALLS = {
@@ -35,6 +39,8 @@ CALLS = {
     "glm45": "<tool_call>calculator\n<arg_key>expression</arg_key>\n<arg_value>2*3</arg_value>\n</tool_call>",
     "glm47": "<tool_call>calculator<arg_key>expression</arg_key><arg_value>2*3</arg_value></tool_call>",
 }
+# Episodes that the trainer also passes in BF16.
+NUM_BF16 = 100
 # Turns of one episode: (request, result).
 Turns = list[tuple[GenerateRequest, GenerateResult]]
 
@@ -89,8 +95,52 @@ async def check_parsers(client: EngineClient) -> None:
         assert json.loads(call["parameters"]) == {"expression": "2*3"}
 
 
+def trainer_logprobs(config: Config, checkpoint: Path, episodes: Sequence[Episode]) -> torch.Tensor:
+    """Return the trainer's log-probabilities of all sampled tokens, from packed rows of several episodes."""
+    from posttrain.rl.megatron_backend.model import build_policy
+    from posttrain.rl.megatron_backend.train_step import compute_logprobs
+    from posttrain.rl.megatron_backend.weights import HubWeights
+
+    initialize_single_rank(config)
+    policy = build_policy(config)
+    tensors = [load_file(path) for path in checkpoint.glob("*.safetensors")]
+    fill(HubWeights(policy.chunks, config.model.architecture), {name: part[name] for part in tensors for name in part})
+    batches, _ = pack_trajectories(config, [*map(as_trajectory, episodes)], dp_rank=0)
+    assert max(len(batch.trajectory_indices) for batch in batches) > 1
+    found: dict[int, torch.Tensor] = {}
+    for batch, row in zip(batches, compute_logprobs(policy, batches), strict=True):
+        found |= batch.response_values(row)
+    return torch.cat([found[index] for index in range(len(episodes))])
+
+
+def as_trajectory(episode: Episode) -> Trajectory:
+    return Trajectory(
+        prompt_id=0,
+        sample_index=0,
+        tokens=episode.tokens,
+        loss_mask=episode.loss_mask,
+        logprobs=episode.logprobs,
+        versions=episode.versions,
+        finish_reason=episode.finish_reason,
+        reward=1.0,
+    )
+
+
+def check_trainer(config: Config, checkpoint: Path, episodes: Sequence[Episode], bound: float) -> None:
+    """In FP32 each token's difference has a bound; in BF16 the mean has the one that ends a training."""
+    differences = {}
+    for precision, some in (("fp32", episodes), ("bf16", episodes[:NUM_BF16])):
+        there = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, params_dtype=precision))
+        sampled = torch.tensor([value for episode in some for value in episode.logprobs])
+        differences[precision] = (trainer_logprobs(there, checkpoint, some) - sampled).abs()
+    largest, mean = float(differences["fp32"].max()), float(differences["bf16"].mean())
+    print(f"trainer: largest {largest:.2g} nats in FP32, mean {mean:.2g} in BF16")
+    assert largest <= bound
+    assert bound < mean <= config.trainer.mismatch.bf16
+
+
 @pytest.mark.parametrize(
-    ("engine", "count"), [("embedded", 1000), pytest.param("sglang", 100, marks=[pytest.mark.slow, pytest.mark.sglang])]
+    ("engine", "count"), [("embedded", 30), pytest.param("sglang", 100, marks=[pytest.mark.slow, pytest.mark.sglang])]
 )
 def test_trained_tokens_are_sampled_tokens(engine: str, count: int, checkpoint: Path, tmp_path: Path) -> None:
     if engine == "sglang":
@@ -125,3 +175,4 @@ def test_trained_tokens_are_sampled_tokens(engine: str, count: int, checkpoint: 
         largest = max(largest, float((expected - torch.tensor(episode.logprobs)).abs().max()))
     print(f"{engine}: {count} episodes, {sum(len(turns) for _, turns in played)} turns, largest {largest:.2g} nats")
     assert largest <= BOUND[engine]
+    check_trainer(config, checkpoint, [episode for episode, _ in played], BOUND[engine])
