@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from posttrain.report.intervals import Z, paired_change, rate_change, reward_change
+from posttrain.report.intervals import Z, paired_change, rate_change, reward_change, wilson
 
 # Of 2,000 simulations at a true 2.5 %, so many or fewer reject in 99.9 % of cases.
 NUM_SIMULATIONS, MOST_FALSE = 2000, 73
@@ -278,3 +278,10 @@ def test_power_is_that_of_a_calibrated_t_test(name, count, samples):
     found = drawn(rng, rates, rates, samples, alike)
     ours, calibrated = rejected(found, 1 / samples, -0.05)[0], (t_statistics(found, -0.05) > best).sum()
     assert ours >= calibrated - allowed
+
+
+@pytest.mark.parametrize("rate", [0.0, 1.0])
+def test_bounds_of_a_rate_are_rates(rate):
+    for count in range(1, 2000):
+        _, low, high = wilson(rate, count)
+        assert 0 <= low <= rate <= high <= 1, count

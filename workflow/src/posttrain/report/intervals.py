@@ -74,7 +74,9 @@ def wilson(rate: float, count: int) -> Change:
     middle = rate + Z**2 / (2 * count)
     reach = Z * math.sqrt(rate * (1 - rate) / count + Z**2 / (4 * count**2))
     scale = 1 + Z**2 / count
-    return rate, (middle - reach) / scale, (middle + reach) / scale
+    low, high = (middle - reach) / scale, (middle + reach) / scale
+    # The bounds of 0 and 1 are rounded to either side.
+    return rate, min(rate, max(0.0, low)), max(rate, min(1.0, high))
 
 
 def paired_change(differences: Sequence[float], step: float) -> Change:
