@@ -117,6 +117,24 @@ def test_the_bound_is_reached() -> None:
     assert all(age == 2 for step in staleness[3:] for age in step)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_smaller_steps_start_their_updates_earlier(seed: int) -> None:
+    """Half the batch and twice the bound: as many groups run ahead, and the first update needs half of them."""
+    first_updates = []
+    for size, bound in ((8, 1), (4, 2)):
+        queue, draw = TrajectoryQueue(size, bound, 64 // size), random.Random(seed)
+        ends = list[tuple[float, int]]()
+        while (position := queue.start()) is not None:
+            ends.append((draw.lognormvariate(0, 1), position))
+        assert len(ends) >= 12
+        for now, position in sorted(ends):
+            queue.add_ready(position, 0)
+            if queue.choose(0) is not None:
+                first_updates.append(now)
+                break
+    assert first_updates[1] < first_updates[0]
+
+
 def test_staleness_saves_time() -> None:
     """With updates as long as a rollout's tail, one step off takes less time than the synchronous steps."""
     times = [run(k, seed=3, update=3.0)[-1] for k in (0, 1, 4)]
