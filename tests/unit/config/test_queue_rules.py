@@ -41,6 +41,7 @@ VIOLATIONS = (
     ("tiny", f"{AHEAD} rollout.tail_fraction=0.25", "tail-of-own-engines", "rollout.tail_fraction", "leave it out"),
     ("tiny", f"{TURNS} rollout.max_staleness=0", "tail-without-staleness", "rollout.max_staleness", "max_staleness=1"),
     ("tiny", f"{TURNS} rollout.on_new_weights=keep", "tail-aborts", "rollout.on_new_weights", "abort"),
+    ("tiny", "rollout.longest_first=true", "order-without-queue", "rollout.longest_first", "dynamic_sampling=true"),
     ("tiny", f"{OVERSAMPLING}=inf", "out-of-range", "rollout.max_oversampling", "finite"),
     ("tiny", f"{OVERSAMPLING}=1e300", "out-of-range", "rollout.max_oversampling", "at most 100"),
     ("tiny", f"{OFFLINE} rollout.tail_fraction=0.5", "not-for-supervised", "rollout.tail_fraction", "0.0"),

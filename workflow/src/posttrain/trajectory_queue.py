@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from posttrain.config.derived import takes_turns
 from posttrain.config.schema import Config
@@ -52,6 +52,8 @@ class TrajectoryQueue:
             the list.
         max_dropped: Most groups dropped for one step.
         num_ahead: A, most groups started beyond those of the next step; k B by default.
+        expected_length: Of the responses at a position. Of the groups that may start, the longest starts first; by
+            default the one whose position is lowest.
 
     Raises:
         ValueError: A is above k B: some groups would get too old before a step could take them.
@@ -66,6 +68,7 @@ class TrajectoryQueue:
         done: tuple[int, Collection[int]] = (0, ()),
         max_dropped: int = 0,
         num_ahead: int | None = None,
+        expected_length: Callable[[int], float] | None = None,
     ):
         self._batch_size, self._max_staleness, self._num_steps = batch_size, max_staleness, num_steps
         self._max_dropped = max_dropped
@@ -75,6 +78,7 @@ class TrajectoryQueue:
         self.version = finished
         self._first_open, self._done = done[0], set(done[1])
         self._next = self._first_open
+        self._startable, self._expected_length = list[int](), expected_length
         self._num_trained = finished * batch_size
         self._waiting: dict[int, int] = {}  # position -> the oldest version that has sampled the group, or may do so
         self._of_version = defaultdict[int, _OfVersion](_OfVersion)
@@ -83,13 +87,20 @@ class TrajectoryQueue:
         self._dropped: Counter[str] = Counter()
 
     @staticmethod
-    def of(config: Config, finished: int = 0, done: tuple[int, Collection[int]] = (0, ())) -> TrajectoryQueue:
+    def of(
+        config: Config,
+        finished: int = 0,
+        done: tuple[int, Collection[int]] = (0, ()),
+        expected_length: Callable[[int], float] | None = None,
+    ) -> TrajectoryQueue:
         """Return the queue of a run after `finished` steps."""
         rollout = config.rollout
         size, most = rollout.rollout_batch_size, rollout.max_oversampling if rollout.dynamic_sampling else 1.0
         num_ahead = groups_of_tail(rollout.tail_fraction, size) if takes_turns(config) else None
+        max_dropped = int((most - 1) * size)
+        past = expected_length if rollout.longest_first else None
         return TrajectoryQueue(
-            size, rollout.max_staleness, config.training.num_steps, finished, done, int((most - 1) * size), num_ahead
+            size, rollout.max_staleness, config.training.num_steps, finished, done, max_dropped, num_ahead, past
         )
 
     def may_drop(self, reason: str) -> bool:
@@ -134,14 +145,19 @@ class TrajectoryQueue:
         """Start the next group with the engines' weights; returns its position, None if no group may start now."""
         num_reserved = sum(map(len, self._reserved.values()))
         most = min((self.version + 1) * self._batch_size + self._num_ahead, self._num_steps * self._batch_size)
-        if self._num_trained + num_reserved + len(self._waiting) >= most:
+        num_free = most - self._num_trained - num_reserved - len(self._waiting)
+        if num_free <= 0:
             return None
-        while self._next in self._waiting or not self.is_open(self._next):
+        while len(self._startable) < num_free:
+            if self._next not in self._waiting and self.is_open(self._next):
+                self._startable.append(self._next)
             self._next += 1
-        self._waiting[self._next] = self.version
+        longest = max(self._startable, key=self._expected_length) if self._expected_length else self._startable[0]
+        self._startable.remove(longest)
+        self._waiting[longest] = self.version
         self._of_version[self.version].num_waiting += 1
         self._num_running += 1
-        return self._next
+        return longest
 
     def add_ready(self, position: int, oldest_version: int) -> None:
         """Note that a group is ready: one that was started, or one that an earlier attempt has stored."""

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 from tests.support.scripted_engines import DIGIT, Engine
-from tests.unit.rl.rollout.test_generator import TURNS, SlowEngine
+from tests.unit.rl.rollout.test_generator import TURNS, SlowEngine, seed_of
 
+from posttrain.checkpoint.tiny.tokenizer import CHARACTERS
 from posttrain.rl.engines.calls import EngineError
 from posttrain.rl.rollout.generator import TrajectoryGenerator
 from posttrain.rl.rollout.queue_store import QueueStore
@@ -87,6 +88,45 @@ def test_a_group_is_graded_while_others_are_generated(
 
     reward = f"{tmp_path / 'own.py'}:compute_score"
     play(story, TellingEngine(path), data__reward=reward, engine__max_running_requests=2, **settings)
+
+
+class EngineOfLengths(Engine):
+    """Answers the prompt "say N" with a number of digits."""
+
+    LENGTHS = (3, 1, 5, 2, 6, 1, 4, 2)
+
+    def answer(self, body: dict[str, Any]) -> tuple[list[int], str]:
+        return [DIGIT] * self.LENGTHS[prompt_of(body)], "length"
+
+
+def prompt_of(body: dict[str, Any]) -> int:
+    said = [CHARACTERS[token] for token in body["input_ids"][0] if token < len(CHARACTERS)]
+    return next(int(character) for character in said if character.isdigit())
+
+
+def test_the_longest_groups_of_the_epoch_before_start_first(play: Callable[..., None]) -> None:
+    """In the first epoch nothing is known, so groups start in order; seeds go with positions, not with the order."""
+    engine = EngineOfLengths()
+    shuffles = []
+
+    async def story(generator: TrajectoryGenerator, store: QueueStore) -> None:
+        await generator.begin(0)
+        for step in range(2):
+            groups = (await generator.collect(step)).groups
+            assert [group.position for group in groups] == [*range(8 * step, 8 * step + 8)]
+            shuffles.append([group.prompt.prompt_id for group in groups])
+            engine.version = str(step + 1)
+            await generator.resume(step + 1)
+
+    settings = {"rollout__longest_first": "true", "rollout__dynamic_sampling": "true", "rollout__max_oversampling": 1}
+    settings |= {"rollout__max_staleness": 0, "rollout__rollout_batch_size": 8, "training__global_batch_size": 16}
+    play(story, engine, **settings, engine__max_running_requests=2)
+    asked = [prompt_of(body) for body in engine.asked[::2]]
+    assert asked[:8] == shuffles[0]
+    assert asked[8:] == sorted(shuffles[1], key=lambda prompt: -EngineOfLengths.LENGTHS[prompt])
+    for body, prompt in zip(engine.asked[16::2], asked[8:], strict=True):
+        seeds = {seed_of(8 + shuffles[1].index(prompt), prompt, index, 0) for index in range(2)}
+        assert body["sampling_params"][0]["sampling_seed"] in seeds
 
 
 class DyingEngine(SlowEngine):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from posttrain.config.derived import is_off_policy, takes_turns, uses_engines
+from posttrain.config.derived import is_off_policy, takes_turns, uses_engines, uses_queue
 from posttrain.config.schema import Config
 from posttrain.errors import Problem
 
@@ -77,11 +77,19 @@ def _draft(config: Config) -> Problems:
         yield Problem("drafts-in-flight", "rollout.on_new_weights", mode, allowed, "set rollout.on_new_weights=abort")
 
 
+def _longest_first(config: Config) -> Problems:
+    if config.rollout.longest_first and not uses_queue(config):
+        allowed = "false where a step asks for all its groups at once"
+        remedy = f"leave it out; with rollout.dynamic_sampling=true or {STALENESS} above 0 groups start one by one"
+        yield Problem("order-without-queue", "rollout.longest_first", "true", allowed, remedy)
+
+
 QUEUE_RULES: tuple[Callable[[Config], Problems], ...] = (
     _without_engines,
     _colocated,
     _tail,
     _steps,
     _objective,
+    _longest_first,
     _draft,
 )

@@ -58,6 +58,12 @@ class Rollout:
         maximum=1,
         unnamed=0.0,
     )
+    longest_first: bool = _doc(
+        "Of the groups that may start, start those first whose prompts had the longest responses in earlier epochs; "
+        "prompts without a past come before them",
+        False,
+        unnamed=False,
+    )
     dynamic_sampling: bool = _doc(
         "Drop groups whose rewards are all equal, which teach nothing, and sample others in their place",
         False,

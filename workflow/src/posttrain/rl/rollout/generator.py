@@ -28,6 +28,7 @@ from posttrain.rl.reward.graders import GraderPool
 from posttrain.rl.reward.scoring import check_failures
 from posttrain.rl.rollout.episode import Episode, EpisodeRunner
 from posttrain.rl.rollout.group_builder import GroupBuilder, has_equal_rewards, has_failures, without_columns
+from posttrain.rl.rollout.length_history import LengthHistory
 from posttrain.rl.rollout.partial_response import ABORTED, PartialResponse
 from posttrain.rl.rollout.queue_store import QueueStore
 from posttrain.trajectory_queue import TrajectoryQueue
@@ -93,6 +94,7 @@ class TrajectoryGenerator:
             else None
         )
         self._mix = PromptMix(prompts, config.data)
+        self._lengths = LengthHistory(self._mix)
         self._queue = TrajectoryQueue.of(config)
         self._ready: dict[int, TrajectoryGroup] = {}
         self._num_responses = 0  # being generated
@@ -114,13 +116,15 @@ class TrajectoryGenerator:
         # Steps that are taken again lead to these weights; the weights of later versions are lost.
         newest = finished + len(taken)
         # Groups dropped for those steps stay dropped: their records list them and are not rewritten.
-        self._queue = TrajectoryQueue.of(self._config, finished, self._store.read_done(newest))
+        done = self._store.read_done(newest)
+        self._queue = TrajectoryQueue.of(self._config, finished, done, self._lengths.expected)
         for step, positions in taken.items():
             self._queue.reserve(step, positions)
         for group in self._store.read_groups():
             if self._queue.is_open(group.position) and self._is_wanted(group, newest):
                 self._queue.add_ready(group.position, group.oldest_version or 0)
                 self._ready[group.position] = group
+                self._lengths.note(group)
             else:
                 self._store.forget_group(group.position)
         self._background.has_engines.set()
@@ -232,6 +236,7 @@ class TrajectoryGenerator:
             return
         (group,) = await self._builder.grade([prompt], episodes)
         group = dataclasses.replace(group, position=position)
+        self._lengths.note(group)
         if self._config.rollout.dynamic_sampling and has_equal_rewards(group) and self._queue.may_drop(EQUAL_REWARDS):
             self._queue.drop(position, EQUAL_REWARDS)
             return
