@@ -14,11 +14,13 @@ synchronous step's tail is the time between the 90th percentile of its responses
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -29,7 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from benchmarks.claims import report, report_table, start
-from benchmarks.scripted_engine import SECRET, length_of
+from benchmarks.scripted_engine import SECRET
 
 from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
 from posttrain.config.derived import is_off_policy, runs_ahead, uses_queue
@@ -55,9 +57,10 @@ GROUPS, SAMPLES, MEDIAN_TOKENS, MOST_MEDIANS = 8, 8, 24, 8
 STALENESS = "rollout.max_staleness"
 # Staleness -> goal over synchronous steps, by the update's time as a share of the rollout's.
 GOALS = {1.0: {1: 1.8, 4: 1.9}, 0.5: {1: 1.7, 4: 2.5}}
-# Groups left to the next step -> goal for the share of the tail that is saved.
-TAILS = {0.25: 0.7, 0.5: 0.7, 1.0: 0.7}
+# Groups left to the next step -> goal for the share of the tail that is saved, if there is one.
+TAILS = {0.25: 0.0, 0.5: 0.0, 1.0: 0.7}
 TURNS = "engine.sleep=always rollout.on_new_weights=abort"
+QUICK_TOKEN_SECONDS = 0.0005
 # Steps before the queue is full, which are not timed.
 WARM_UP = 5
 
@@ -68,17 +71,19 @@ class Timed:
 
     Args:
         seconds_per_step: Wall clock of a step, after the warm-up.
-        rollout_seconds: Time of the longest response of a step, mean.
-        tail_seconds: Of that, the time after nine tenths of the responses, mean.
+        longest_tokens: Of a step's longest response, mean over the timed steps.
+        tail_tokens: Of that, those after nine tenths of the responses, mean.
         staleness: Age of a token in updates -> share.
-        trained: Lengths of the trajectories trained on.
+        num_trained: Tokens trained on.
+        num_generated: Tokens of all responses that the engine began.
     """
 
     seconds_per_step: float
-    rollout_seconds: float
-    tail_seconds: float
+    longest_tokens: float
+    tail_tokens: float
     staleness: dict[int, float]
-    trained: Counter[int]
+    num_trained: int
+    num_generated: int
 
 
 class ScriptedRun(TrainingRun):
@@ -145,12 +150,12 @@ class OneTensor:
 
 def main() -> None:
     """Measure both lengths of an update, each synchronous and at two bounds of staleness."""
-    _measure(num_steps=25, token_seconds=0.008)
+    _measure(num_steps=25, token_seconds=0.008, goals=GOALS, tails=TAILS)
 
 
 def quick() -> None:
     """Run the same code for seconds."""
-    _measure(num_steps=WARM_UP + 2, token_seconds=0.0005)
+    _measure(num_steps=WARM_UP + 2, token_seconds=QUICK_TOKEN_SECONDS, goals={1.0: {1: 1.8}}, tails={0.5: 0.0})
 
 
 @contextmanager
@@ -166,48 +171,43 @@ def _quiet() -> Iterator[None]:
 
 
 @_quiet()
-def _measure(num_steps: int, token_seconds: float) -> None:
-    rollout_seconds = _longest_of_step() * token_seconds
+def _measure(
+    num_steps: int, token_seconds: float, goals: dict[float, dict[int, float]], tails: dict[float, float]
+) -> None:
+    # The rollouts of the synchronous steps, whose lengths follow from their seeds.
+    rollout_seconds = _train(num_steps, QUICK_TOKEN_SECONDS, 0.0, f"{STALENESS}=0").longest_tokens * token_seconds
     rows = []
-    for share, goals in GOALS.items():
+    for share, of_share in goals.items():
         update_seconds = share * rollout_seconds
-        timed = {k: _train(num_steps, token_seconds, update_seconds, f"{STALENESS}={k}") for k in (0, *goals)}
+        timed = {k: _train(num_steps, token_seconds, update_seconds, f"{STALENESS}={k}") for k in (0, *of_share)}
         for k, one in timed.items():
             ratio = timed[0].seconds_per_step / one.seconds_per_step
-            both = timed[0].rollout_seconds + update_seconds
+            both = timed[0].longest_tokens * token_seconds + update_seconds
             bound = min(k + 1, both / update_seconds)
             ages = ", ".join(f"{age}: {part:.0%}" for age, part in one.staleness.items())
-            rows.append((share, k, f"{one.seconds_per_step:.2f}", f"{ratio:.2f}", f"{bound:.2f}", ages))
+            row = (share, k, f"{one.seconds_per_step:.2f}", f"{ratio:.2f}", f"{bound:.2f}", one.num_trained)
+            rows.append((*row, one.num_generated, ages))
             if k:
-                report(f"update {share:g} of a rollout, staleness {k}", ratio, goals[k], at_least=True)
-    report_table(
-        ("update / rollout", "max_staleness", "s a step", "over synchronous", "bound", "tokens by age in updates"), rows
-    )
-    _measure_tails(num_steps, token_seconds, rollout_seconds)
+                report(f"update {share:g} of a rollout, staleness {k}", ratio, of_share[k], at_least=True)
+    columns = ("update / rollout", "max_staleness", "s a step", "over synchronous", "bound")
+    report_table((*columns, "tokens trained on", "generated", "tokens by age in updates"), rows)
+    _measure_tails(num_steps, token_seconds, rollout_seconds, tails)
 
 
-def _measure_tails(num_steps: int, token_seconds: float, update_seconds: float) -> None:
+def _measure_tails(num_steps: int, token_seconds: float, update_seconds: float, goals: dict[float, float]) -> None:
     whole, rows = _train(num_steps, token_seconds, update_seconds, f"{STALENESS}=0"), []
-    for fraction, goal in TAILS.items():
+    for fraction, goal in goals.items():
         words = f"{TURNS} {STALENESS}=2 rollout.tail_fraction={fraction}"
         cut = _train(num_steps, token_seconds, update_seconds, words)
-        saved = whole.seconds_per_step - cut.seconds_per_step
-        times = (whole.seconds_per_step, cut.seconds_per_step, whole.tail_seconds)
+        saved, tail = whole.seconds_per_step - cut.seconds_per_step, whole.tail_tokens * token_seconds
+        times = (whole.seconds_per_step, cut.seconds_per_step, tail)
         ages = ", ".join(f"{age}: {part:.0%}" for age, part in cut.staleness.items())
-        rows.append((fraction, *(f"{seconds:.2f}" for seconds in times), f"{saved / whole.tail_seconds:.0%}", ages))
-        report(f"tail saved with tail_fraction={fraction}", saved / whole.tail_seconds, goal, at_least=True)
+        rows.append((fraction, *(f"{seconds:.2f}" for seconds in times), f"{saved / tail:.0%}", ages))
+        if goal:
+            report(f"tail saved with tail_fraction={fraction:g}", saved / tail, goal, at_least=True)
     report_table(
         ("tail_fraction", "s a step, synchronous", "s a step", "tail", "of it saved", "tokens by age in updates"), rows
     )
-
-
-def _longest_of_step(steps: int = 400) -> float:
-    """Return the mean tokens of the longest response of a step."""
-    size = GROUPS * SAMPLES
-    longest = [
-        max(length_of(step * size + i, MEDIAN_TOKENS, MOST_MEDIANS) for i in range(size)) for step in range(steps)
-    ]
-    return sum(longest) / steps
 
 
 def _train(num_steps: int, token_seconds: float, update_seconds: float, asked: str) -> Timed:
@@ -228,14 +228,16 @@ def _train(num_steps: int, token_seconds: float, update_seconds: float, asked: s
         if not dist.is_initialized():
             dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=0, world_size=1)
             stack.callback(dist.destroy_process_group)
-        run = _open(config, folder, token_seconds, stack)
+        run, url = _open(config, folder, token_seconds, stack)
         run.update_seconds = update_seconds
         train(run)
-    return _timed(run, token_seconds)
+        with urllib.request.urlopen(f"{url}/lengths") as answer:
+            generated = Counter[int](json.load(answer))
+    return _timed(run, generated)
 
 
-def _open(config: Config, folder: Path, token_seconds: float, stack: ExitStack) -> ScriptedRun:
-    """Return a run of the product's parts, its policy and checkpoints left out."""
+def _open(config: Config, folder: Path, token_seconds: float, stack: ExitStack) -> tuple[ScriptedRun, str]:
+    """Return a run of the product's parts, its policy and checkpoints left out, and the engine's address."""
     (port,) = choose_free_ports(1)
     arguments = [str(argument) for argument in (port, token_seconds, MEDIAN_TOKENS, MOST_MEDIANS)]
     engine = subprocess.Popen([sys.executable, "-m", "benchmarks.scripted_engine", *arguments])
@@ -245,7 +247,8 @@ def _open(config: Config, folder: Path, token_seconds: float, stack: ExitStack) 
     runner: EventLoop = (
         stack.enter_context(LoopThread()) if is_off_policy(config) else stack.enter_context(asyncio.Runner())
     )
-    client = EngineClient([f"http://127.0.0.1:{port}"], SECRET, 120.0)
+    url = f"http://127.0.0.1:{port}"
+    client = EngineClient([url], SECRET, 120.0)
     runner.run(client.__aenter__())
     stack.callback(lambda: runner.run(client.__aexit__(None, None, None)))
     make_tokenizer(config.model.architecture.max_position_embeddings).save_pretrained(folder / "hf")
@@ -262,28 +265,32 @@ def _open(config: Config, folder: Path, token_seconds: float, stack: ExitStack) 
     shards = EngineShards(OneTensor(), client, runner)  # type: ignore[arg-type]
     publisher = WeightPublisher(config, shards, folder / "served", folder / "hf")
     given: dict[str, Any] = {"policy": None, "objective": None, "comparison": None, "state": NoState()}
-    return ScriptedRun(config, source=source, publisher=publisher, sinks=None, traces=folder, **given)
+    return ScriptedRun(config, source=source, publisher=publisher, sinks=None, traces=folder, **given), url
 
 
-def _timed(run: ScriptedRun, token_seconds: float) -> Timed:
-    ages, lengths = Counter[int](), Counter[int]()
+def _timed(run: ScriptedRun, generated: Counter[int]) -> Timed:
+    """Return the figures of a finished run; every response that was begun has to be one that was trained on."""
+    ages, trained = Counter[int](), Counter[int]()
     longest, tails = [], []
     for step, rollout in enumerate(run.rollouts):
         trajectories = [one for group in rollout.groups for one in group.trajectories]
-        lengths.update(one.num_sampled for one in trajectories)
+        trained.update(one.num_sampled for one in trajectories)
         by_length = sorted(one.num_sampled for one in trajectories)
         longest.append(by_length[-1])
         tails.append(by_length[-1] - by_length[len(by_length) * 9 // 10 - 1])
         for one in trajectories:
             for span in one.versions:
                 ages[step - (span.version or 0)] += span.num_tokens
-    timed = run.ended[WARM_UP - 1 :]
+    if trained != generated:
+        raise RuntimeError(f"lengths generated but not trained on: {generated - trained}; more: {trained - generated}")
+    timed, longest, tails = run.ended[WARM_UP - 1 :], longest[WARM_UP:], tails[WARM_UP:]
     return Timed(
         seconds_per_step=(timed[-1] - timed[0]) / (len(timed) - 1),
-        rollout_seconds=token_seconds * sum(longest) / len(longest),
-        tail_seconds=token_seconds * sum(tails) / len(tails),
+        longest_tokens=sum(longest) / len(longest),
+        tail_tokens=sum(tails) / len(tails),
         staleness={age: count / ages.total() for age, count in sorted(ages.items())},
-        trained=lengths,
+        num_trained=sum(length * count for length, count in trained.items()),
+        num_generated=sum(length * count for length, count in generated.items()),
     )
 
 

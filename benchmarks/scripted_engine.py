@@ -52,6 +52,7 @@ class ScriptedEngine:
         self._running: set[Running] = set()
         # Remaining lengths of aborted responses, keyed by prompt and generated tokens.
         self._rests: dict[tuple[int, ...], list[int]] = {}
+        self._lengths: list[int] = []  # of all responses that were begun
 
     def routes(self) -> list[web.RouteDef]:
         """Return the HTTP routes."""
@@ -65,7 +66,8 @@ class ScriptedEngine:
         empty = ("/begin_weight_update", "/end_weight_update", "/flush_cache")
         posts = [web.post(path, self._handler(call)) for path, call in calls.items()]
         posts += [web.post(path, self._handler(self.nothing)) for path in empty]
-        return [*posts, *(web.get(path, self._handler(self.nothing)) for path in ("/health", "/get_model_info"))]
+        gets = [web.get(path, self._handler(self.nothing)) for path in ("/health", "/get_model_info")]
+        return [*posts, *gets, web.get("/lengths", self._handler(self.lengths))]
 
     async def generate(self, body: dict[str, Any]) -> list[dict[str, Any]]:
         """Take the time of the longest response of the batch, and answer all at once."""
@@ -82,7 +84,9 @@ class ScriptedEngine:
         """Return the length of a response: the remaining tokens if it was aborted before, else a new length."""
         if rests := self._rests.get(prompt):
             return rests.pop()
-        return min(wanted["max_new_tokens"], length_of(wanted["sampling_seed"], self._median, self._most_medians))
+        drawn = min(wanted["max_new_tokens"], length_of(wanted["sampling_seed"], self._median, self._most_medians))
+        self._lengths.append(drawn)
+        return drawn
 
     async def _decode(self, length: int) -> list[tuple[str | None, int]]:
         """Return (version, end) of consecutive tokens; stands still during a pause, and ends when aborted."""
@@ -127,6 +131,10 @@ class ScriptedEngine:
         """Take the version of new weights."""
         self._version = body.get("weight_version") or self._version
         return {"success": True}
+
+    async def lengths(self, body: dict[str, Any]) -> list[int]:
+        """Return the length of each response that was begun."""
+        return self._lengths
 
     async def nothing(self, body: dict[str, Any]) -> dict[str, Any]:
         """Answer that all is well."""
