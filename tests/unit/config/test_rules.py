@@ -83,6 +83,18 @@ VIOLATIONS = (
     ("glm5", "parallel.tensor_model_parallel_size=16", ["parallel.tensor_model_parallel_size"]),
     ("glm5", "parallel.expert_model_parallel_size=1", ["parallel.expert_tensor_parallel_size"]),
     ("glm5", "parallel.num_layers_in_last_pipeline_stage=17", ["parallel.num_layers_in_last_pipeline_stage"]),
+    ("glm5", "parallel.num_layers_in_first_pipeline_stage=19", ["parallel.num_layers_in_last_pipeline_stage"]),
+    # 78 layers without 17 do not divide by three; GLM-5.2's stages begin with layers that choose keys, of which 20 is none.
+    (
+        "glm5",
+        "parallel.num_layers_in_last_pipeline_stage=0 parallel.num_layers_in_first_pipeline_stage=17",
+        ["parallel.num_layers_in_first_pipeline_stage"],
+    ),
+    (
+        "glm5.2",
+        "parallel.num_layers_in_last_pipeline_stage=0 parallel.num_layers_in_first_pipeline_stage=20",
+        ["parallel.num_layers_in_first_pipeline_stage"],
+    ),
     # Chunks of one stage have nothing to interleave with; stages of 20 and 18 layers have none of four in common.
     (
         "qwen3_4b",

@@ -34,6 +34,8 @@ LAYOUT = (
         ("expert_model_parallel_size", 32), ("expert_tensor_parallel_size", 1))),
     row("--decoder-last-pipeline-num-layers 18", "parallel.num_layers_in_last_pipeline_stage",
         "num_layers_in_last_pipeline_stage", absent="0"),
+    row("--decoder-first-pipeline-num-layers 14", "parallel.num_layers_in_first_pipeline_stage",
+        "num_layers_in_first_pipeline_stage", absent="0"),
     row("--sequence-parallel", "", "sequence_parallel", "on with TP: follows from `parallel`"),
     row("--allgather-cp", "parallel.context_parallel_size", "", "with more than one rank",
         told="`cp_comm_type all_gather`", convert=to.follows),

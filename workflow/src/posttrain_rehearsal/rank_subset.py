@@ -89,5 +89,9 @@ def shallow(config: Config) -> Config:
     return replace(
         config,
         model=replace(config.model, architecture=smaller),
-        parallel=replace(parallel, num_layers_in_last_pipeline_stage=in_last if per_chunk > in_last else 0),
+        parallel=replace(
+            parallel,
+            num_layers_in_first_pipeline_stage=0,
+            num_layers_in_last_pipeline_stage=in_last if per_chunk > in_last else 0,
+        ),
     )

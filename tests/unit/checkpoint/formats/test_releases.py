@@ -44,7 +44,7 @@ GLM = ("TokenizersBackend", JINJA)
 DEEPSEEK_CODE = {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}
 # Tokenizer class, where the chat template is, keys of config.json beside those of the architecture.
 RELEASES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    **dict.fromkeys(("glm5", "glm5.1", "glm5.2", "glm5_4layer", "glm5_20layer"), (*GLM, {})),
+    **dict.fromkeys(("glm5", "glm5.1", "glm5.2", "glm5.3", "glm5_4layer", "glm5_20layer"), (*GLM, {})),
     "glm4.5_air": ("PreTrainedTokenizerFast", JINJA, {}),
     "deepseek_v3": ("LlamaTokenizerFast", IN_CONFIG, {"auto_map": DEEPSEEK_CODE, "ep_size": 1}),
     "deepseek_v3.2": ("LlamaTokenizerFast", NONE, {"ep_size": 1}),

@@ -51,20 +51,25 @@ def without_transformer_engine(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("layers", "last", "stages", "chunks"), [(8, 0, 2, 1), (7, 1, 3, 1), (8, 0, 2, 2), (8, 2, 2, 2), (16, 4, 4, 2)]
+    ("layers", "first", "last", "stages", "chunks"),
+    [
+        *((8, 0, 0, 2, 1), (7, 0, 1, 3, 1), (8, 0, 0, 2, 2), (8, 0, 2, 2, 2), (16, 0, 4, 4, 2)),
+        *((7, 1, 0, 3, 1), (9, 2, 1, 4, 1), (5, 2, 3, 2, 1), (16, 8, 4, 3, 2), (78, 14, 16, 8, 1), (78, 18, 0, 4, 1)),
+    ],
 )
-def test_megatron_cuts_layers_where_we_count_them(layers, last, stages, chunks):
+def test_megatron_cuts_layers_where_we_count_them(layers, first, last, stages, chunks):
     """What is planned, staged and refused by the numbers of layers is what Megatron builds."""
     config = test_config(
         dataclasses.replace(TRAINED, num_hidden_layers=layers),
         pipeline_model_parallel_size=stages,
+        num_layers_in_first_pipeline_stage=first,
         num_layers_in_last_pipeline_stage=last,
         virtual_pipeline_model_parallel_size=chunks,
     )
     settings, counted = transformer_config(config), stage_chunks(config)
     for stage, chunk in itertools.product(range(stages), range(chunks)):
-        first = get_transformer_layer_offset(settings, chunk, stage)
-        assert counted[stage][chunk] == range(first, first + get_num_layers_to_build(settings, chunk, stage))
+        start = get_transformer_layer_offset(settings, chunk, stage)
+        assert counted[stage][chunk] == range(start, start + get_num_layers_to_build(settings, chunk, stage))
     assert sorted(itertools.chain(*itertools.chain(*counted))) == list(range(layers))
 
 

@@ -19,6 +19,7 @@ LAYOUTS = {
     "tensor_and_expert": {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2},
     "expert": {"expert_model_parallel_size": 2},
     "pipeline": {"pipeline_model_parallel_size": 2, "num_layers_in_last_pipeline_stage": 1},
+    "short_first_stage": {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 1},
     "interleaved": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
     "context": {"context_parallel_size": 2},
     "data": {},
@@ -67,7 +68,7 @@ def run_layouts(checkpoint, root: Path, sent_in: Mapping[str, Sequence[str]]) ->
 
 @pytest.fixture(scope="module")
 def run_layout(checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict]:
-    """Nine gangs, of which each imports Megatron's parts, trains and saves: a minute on two cores."""
+    """Ten gangs, of which each imports Megatron's parts, trains and saves: a minute on two cores."""
     return run_layouts(checkpoint, tmp_path_factory.mktemp("layouts"), SENT_IN)
 
 

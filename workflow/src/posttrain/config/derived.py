@@ -210,12 +210,14 @@ def layers_per_stage(config: Config) -> list[int]:
     Example:
         78 layers on 4 stages with 18 in the last give [20, 20, 20, 18].
     """
-    stages = config.parallel.pipeline_model_parallel_size
-    layers = config.model.architecture.num_hidden_layers
-    last = config.parallel.num_layers_in_last_pipeline_stage
-    if stages == 1 or last == 0:
-        return [layers // stages] * stages
-    return [(layers - last) // (stages - 1)] * (stages - 1) + [last]
+    parallel, layers = config.parallel, config.model.architecture.num_hidden_layers
+    stages = parallel.pipeline_model_parallel_size
+    if stages == 1:
+        return [layers]
+    first = [size] if (size := parallel.num_layers_in_first_pipeline_stage) else []
+    last = [size] if (size := parallel.num_layers_in_last_pipeline_stage) else []
+    others = stages - len(first) - len(last)
+    return [*first, *[(layers - sum(first) - sum(last)) // max(others, 1)] * others, *last]
 
 
 def stage_chunks(config: Config) -> tuple[tuple[range, ...], ...]:

@@ -20,6 +20,8 @@ from posttrain.config.schema import Config
 from posttrain.errors import Problem
 
 Problems = Iterator[Problem]
+FIRST_STAGE = "parallel.num_layers_in_first_pipeline_stage"
+LAST_STAGE = "parallel.num_layers_in_last_pipeline_stage"
 
 
 def _ranks(config: Config) -> Problems:
@@ -104,38 +106,47 @@ def _experts(config: Config) -> Problems:
         )
 
 
+def _given_stage(config: Config) -> tuple[str, int]:
+    """Return the key and the layers of the stage whose length is given; the last if both or none are."""
+    first, last = (getattr(config.parallel, key.removeprefix("parallel.")) for key in (FIRST_STAGE, LAST_STAGE))
+    return (FIRST_STAGE, first) if first and not last else (LAST_STAGE, last)
+
+
 def _stages(config: Config) -> Problems:
     parallel, num_layers = config.parallel, config.model.architecture.num_hidden_layers
-    last, key = parallel.num_layers_in_last_pipeline_stage, "parallel.num_layers_in_last_pipeline_stage"
+    key, size = _given_stage(config)
     chunks, chunks_key = parallel.virtual_pipeline_model_parallel_size, "parallel.virtual_pipeline_model_parallel_size"
     if parallel.pipeline_model_parallel_size == 1:
         if chunks > 1:
             remedy = "leave it out, or raise parallel.pipeline_model_parallel_size"
             allowed = "1 with one stage: only chunks of several stages can interleave"
             yield Problem("chunks-of-one-stage", chunks_key, str(chunks), allowed, remedy)
-        if last not in (0, num_layers):
+        if size not in (0, num_layers):
             allowed = f"0, or all {num_layers} layers, in the only stage"
-            yield Problem(
-                "last-stage-is-only-stage", key, str(last), allowed, "leave it out, or give the number of stages"
-            )
+            yield Problem("stage-is-only-stage", key, str(size), allowed, "leave it out, or give the number of stages")
         return
     if sum(layers_per_stage(config)) != num_layers or min(layers_per_stage(config)) < 1:
-        others = parallel.pipeline_model_parallel_size - 1
-        allowed = f"so that the other {others} stages share {num_layers} layers evenly"
-        remedy = "change the last stage or the number of stages"
-        yield Problem("stages-uneven", key, str(last), allowed, remedy)
+        allowed = (
+            f"so that the other stages of {parallel.pipeline_model_parallel_size} share {num_layers} layers evenly"
+        )
+        remedy = f"change {FIRST_STAGE}, {LAST_STAGE} or the number of stages"
+        yield Problem("stages-uneven", key, str(size), allowed, remedy)
         return
     if math.gcd(*layers_per_stage(config)) % chunks:
         allowed = f"a divisor of each stage's layers ({', '.join(map(str, layers_per_stage(config)))})"
         yield Problem(
-            "chunks-divide-stage", chunks_key, str(chunks), allowed, "change it, the last stage or the number of stages"
+            "chunks-divide-stage",
+            chunks_key,
+            str(chunks),
+            allowed,
+            "change it, the first or last stage, or the number of stages",
         )
         return
     arch, (_, *firsts) = config.model.architecture, sorted(layers.start for layers in chain(*stage_chunks(config)))
     if arch.index_topk_freq > 1 and (wrong := [layer for layer in firsts if not chooses_keys(arch, layer)]):
         allowed = "stages that begin with a layer that chooses keys: stages do not send each other chosen keys"
-        found = f"{last}: stages begin with layers {', '.join(map(str, wrong))}"
-        remedy = "change the last stage, the number of stages or of their chunks"
+        found = f"{size}: stages begin with layers {', '.join(map(str, wrong))}"
+        remedy = f"change {FIRST_STAGE}, {LAST_STAGE}, the number of stages or of their chunks"
         yield Problem("stage-begins-with-shared-indices", key, found, allowed, remedy)
 
 

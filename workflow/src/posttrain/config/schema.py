@@ -205,10 +205,11 @@ class Parallel:
     context_parallel_size: int = _doc("Ranks that share a sequence", 1, minimum=1)
     expert_model_parallel_size: int = _doc("Ranks that share a layer's experts", 1, minimum=1)
     expert_tensor_parallel_size: int = _doc("Ranks that share an expert's matrices", 1, minimum=1)
-    num_layers_in_last_pipeline_stage: int = _doc("Layers of the last stage; 0: an even split", 0, minimum=0)
+    num_layers_in_last_pipeline_stage: int = _doc("Layers of the last stage; 0: as the others", 0, minimum=0)
     virtual_pipeline_model_parallel_size: int = _doc(
         "Interleaved chunks of layers per stage: less pipeline idle time, more communication", 1, minimum=1
     )
+    num_layers_in_first_pipeline_stage: int = _doc("Layers of the first stage; 0: as the others", 0, minimum=0)
 
 
 @dataclass(frozen=True)

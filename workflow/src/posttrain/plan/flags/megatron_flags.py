@@ -258,7 +258,7 @@ def _groups(config: Config) -> list[Flag]:
 
 def _layout(config: Config) -> list[Flag]:
     """Return which ranks hold what."""
-    parallel, last = config.parallel, "parallel.num_layers_in_last_pipeline_stage"
+    parallel = config.parallel
     names = (
         "tensor_model_parallel_size",
         "pipeline_model_parallel_size",
@@ -270,7 +270,10 @@ def _layout(config: Config) -> list[Flag]:
     return [
         *(_key(config, name, f"parallel.{name}") for name in names),
         *([_CONTEXT_EXCHANGE] if parallel.context_parallel_size > 1 else []),
-        flag("num_layers_in_last_pipeline_stage", parallel.num_layers_in_last_pipeline_stage or None, last),
+        *(
+            flag(name, getattr(parallel, name) or None, f"parallel.{name}")
+            for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+        ),
         *_interleaving(config),
         flag("sequence_parallel", parallel.tensor_model_parallel_size > 1, tensor, reason="the recipe, with TP"),
         flag(

@@ -183,8 +183,8 @@ def _shapes(layer: Layer, cuts: tuple[int, int], is_latent: bool) -> Iterator[tu
 
 
 def _moments(config: Config, batch: MicroBatch, assumptions: Assumptions) -> _Moments:
-    # The length of the last stage changes nothing of a row.
-    parallel = replace(config.parallel, num_layers_in_last_pipeline_stage=0)
+    # The lengths of stages change nothing of a row.
+    parallel = replace(config.parallel, num_layers_in_first_pipeline_stage=0, num_layers_in_last_pipeline_stage=0)
     return _cached_moments(
         config.model.architecture,
         config.trainer,

@@ -198,10 +198,11 @@ def _variants(config: Config, pinned: Mapping[str, int], any_batch: bool = False
     for tensor, pipeline, context in _dense_sizes(config, pinned):
         if not any_batch and batch % (ranks // (tensor * pipeline * context)):
             continue
-        last = _pinned_or(pinned, "num_layers_in_last_pipeline_stage", [_last_stage(config, pipeline)])
+        first = pinned.get("num_layers_in_first_pipeline_stage", 0) if pipeline > 1 else 0
+        last = _pinned_or(pinned, "num_layers_in_last_pipeline_stage", [_last_stage(config, pipeline, first)])
         for expert, expert_tensor in _expert_sizes(config, pinned, tensor, ranks // pipeline):
             for layers in last:
-                parallel = Parallel(tensor, pipeline, context, expert, expert_tensor, layers, chunks)
+                parallel = Parallel(tensor, pipeline, context, expert, expert_tensor, layers, chunks, first)
                 yield dataclasses.replace(config, parallel=parallel)
 
 
@@ -227,13 +228,18 @@ def _expert_sizes(
                 yield expert, expert_tensor
 
 
-def _last_stage(config: Config, stages: int) -> int:
+def _last_stage(config: Config, stages: int, first: int = 0) -> int:
     """Return the number of layers in the last stage that minimises the largest stage; 0 for an even split.
 
     Example:
         78 layers on 4 stages: 18, after three stages of 20.
+
+    Args:
+        config: Has the number of layers.
+        stages: Number of stages.
+        first: Layers of the first stage; 0: as the others.
     """
-    num_layers = config.model.architecture.num_hidden_layers
+    num_layers, stages = config.model.architecture.num_hidden_layers - first, stages - (first > 0)
     if stages == 1 or num_layers % stages == 0:
         return 0
     cuts = {num_layers - (stages - 1) * each: each for each in range(1, num_layers // (stages - 1) + 1)}
