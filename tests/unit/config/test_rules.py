@@ -84,7 +84,7 @@ VIOLATIONS = (
     ("glm5", "parallel.expert_model_parallel_size=1", ["parallel.expert_tensor_parallel_size"]),
     ("glm5", "parallel.num_layers_in_last_pipeline_stage=17", ["parallel.num_layers_in_last_pipeline_stage"]),
     ("glm5", "parallel.num_layers_in_first_pipeline_stage=19", ["parallel.num_layers_in_last_pipeline_stage"]),
-    # 61 layers do not divide by three; a stage of GLM-5.2 begins with a layer that chooses keys, which layer 20 does not.
+    # 61 layers do not divide by three; stages of GLM-5.2 begin with a layer that chooses keys, unlike layer 20.
     (
         "glm5",
         "parallel.num_layers_in_last_pipeline_stage=0 parallel.num_layers_in_first_pipeline_stage=17",
