@@ -18,6 +18,7 @@ CONFIG_DIR = Path(__file__).resolve().parents[3] / "config"
 NAMES = sorted(path.stem for path in (CONFIG_DIR / "models").glob("*.yaml"))
 MODELS = {name: {"model": name, "site": "local"} for name in NAMES}
 ARCH = "model.architecture"
+FIRST, LAST = (f"parallel.num_layers_in_{stage}_pipeline_stage" for stage in ("first", "last"))
 
 # model, settings, and the keys that must be named
 VIOLATIONS = (
@@ -64,12 +65,8 @@ VIOLATIONS = (
     ("glm5", f"{ARCH}.q_lora_rank=0", [f"{ARCH}.q_lora_rank"]),
     ("qwen3_4b", f"{ARCH}.index_topk_freq=4", [f"{ARCH}.index_topk_freq"]),
     # What does not fit together
-    (
-        "glm5",
-        f"{ARCH}.index_topk_freq=4",
-        [f"{ARCH}.index_skip_topk_offset", "parallel.num_layers_in_last_pipeline_stage"],
-    ),
-    ("glm5.2", f"{ARCH}.index_skip_topk_offset=2", ["parallel.num_layers_in_last_pipeline_stage"]),
+    ("glm5", f"{ARCH}.index_topk_freq=4", [f"{ARCH}.index_skip_topk_offset", LAST]),
+    ("glm5.2", f"{ARCH}.index_skip_topk_offset=2", [LAST]),
     ("qwen3_0.6b", f"{ARCH}.num_key_value_heads=5", [f"{ARCH}.num_key_value_heads"]),
     ("glm4.5_air", f"{ARCH}.partial_rotary_factor=0.3", [f"{ARCH}.head_dim"]),
     ("qwen3_30b_a3b", "parallel.tensor_model_parallel_size=8", ["parallel.tensor_model_parallel_size"]),
@@ -82,19 +79,11 @@ VIOLATIONS = (
     ("glm5", "parallel.expert_tensor_parallel_size=2", ["parallel.expert_model_parallel_size"]),
     ("glm5", "parallel.tensor_model_parallel_size=16", ["parallel.tensor_model_parallel_size"]),
     ("glm5", "parallel.expert_model_parallel_size=1", ["parallel.expert_tensor_parallel_size"]),
-    ("glm5", "parallel.num_layers_in_last_pipeline_stage=17", ["parallel.num_layers_in_last_pipeline_stage"]),
-    ("glm5", "parallel.num_layers_in_first_pipeline_stage=19", ["parallel.num_layers_in_last_pipeline_stage"]),
+    ("glm5", f"{LAST}=17", [LAST]),
+    ("glm5", f"{FIRST}=19", [LAST]),
     # 61 layers do not divide by three; stages of GLM-5.2 begin with a layer that chooses keys, unlike layer 20.
-    (
-        "glm5",
-        "parallel.num_layers_in_last_pipeline_stage=0 parallel.num_layers_in_first_pipeline_stage=17",
-        ["parallel.num_layers_in_first_pipeline_stage"],
-    ),
-    (
-        "glm5.2",
-        "parallel.num_layers_in_last_pipeline_stage=0 parallel.num_layers_in_first_pipeline_stage=20",
-        ["parallel.num_layers_in_first_pipeline_stage"],
-    ),
+    ("glm5", f"{LAST}=0 {FIRST}=17", [FIRST]),
+    ("glm5.2", f"{LAST}=0 {FIRST}=20", [FIRST]),
     # Chunks of one stage have nothing to interleave with; stages of 20 and 18 layers have none of four in common.
     (
         "qwen3_4b",
