@@ -36,7 +36,7 @@ CLAIM = '{"reward": 1.0, "score": 1.0, "done": true, "success": true}'
 PASSING_TEST = "import unittest\n\n\nclass Test(unittest.TestCase):\n    def test(self):\n        pass\n"
 # Files where environments keep rewards, tests and labels, and words in the names of others that they mention.
 REWARD_FILES = ("reward.txt", "reward.json", "score.txt", "score.json")
-TEST_FILES = ("test.py", "tests.py", "test_solution.py", "tests/test_solution.py", "tests.json")
+TEST_FILES = ("test.py", "tests.py", "test_solution.py", "tests.json")
 LABEL_FILES = ("label.txt", "label.json", "answer.txt", "answer.json", "solution.txt", "expected.txt")
 REWARD_WORDS, TEST_WORDS, LABEL_WORDS = ("reward", "score"), ("test",), ("label", "answer", "solution", "expected")
 TEST_PATTERNS = ("test*.py", "*_test.py", "tests/*.py")
