@@ -73,6 +73,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     write_report(runs / "no_reward", folder, reward=0.0)
     write_report(runs / "so_far", folder, so_far=True)
     write_report(runs / "one_step", folder, num_steps=1)
+    ahead = "rollout.max_staleness=4 algorithm.preset=tis"
+    write_report(runs / "episodes", folder, num_steps=40, recipe="calculator", more=ahead)
     # Two held-out rates so near to each other that their labels would meet, and a learning rate of its own.
     write_report(runs / "unchanged", folder, reward=0.5, num_steps=3000)
     write_plan(folder / "plan_glm5.html", model="glm5", nodes=24)

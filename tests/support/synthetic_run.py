@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.support.synthetic_rows import episode_row, episode_summary, queue_row
+
 from posttrain.config.load import dump_resolved, dump_yaml
 from posttrain.plan.resolve import resolve
 from posttrain.report.provenance import record_run
@@ -177,9 +179,9 @@ def _write_training(
     config = paths.resolved.config
     rows = [_metric_row(step, num_steps, rng) for step in range(1, num_steps + 1)]
     if config.rollout.max_staleness:
-        rows = [row | _queue_row(row["step"], config.rollout.max_staleness, rng) for row in rows]
+        rows = [row | queue_row(row["step"], config.rollout.max_staleness, rng) for row in rows]
     if config.data.environment:
-        rows = [row | _episode_row(row["step"] / num_steps, rng) for row in rows]
+        rows = [row | episode_row(row["step"] / num_steps, rng) for row in rows]
     if reward is not None:
         rows = [row | _without_a_lesson(reward) for row in rows]
     write_text(paths.train / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
@@ -291,34 +293,6 @@ def _metric_row(step: int, num_steps: int, rng: random.Random) -> dict[str, Any]
     }
 
 
-def _queue_row(step: int, bound: int, rng: random.Random) -> dict[str, float]:
-    """Return the metrics of a queue: from the first step on the age rises to its bound."""
-    oldest = min(step - 1, bound)
-    weights = [rng.uniform(0.1, 1) for _ in range(oldest + 1)]
-    shares = {age: weight / sum(weights) for age, weight in enumerate(weights)}
-    return {
-        "queue/staleness_mean": sum(age * share for age, share in shares.items()),
-        "queue/staleness_max": oldest,
-        "queue/mixed_version_fraction": rng.uniform(0, 0.3),
-        "queue/groups_ready": rng.randrange(16),
-        "queue/groups_running": 16,
-        **{f"queue/age_{age}": share for age, share in shares.items()},
-    }
-
-
-def _episode_row(progress: float, rng: random.Random) -> dict[str, float]:
-    calls = 0.25 + 0.7 * progress + rng.gauss(0, 0.02)
-    return {
-        "episode/turns": 1 + calls,
-        "episode/tool_calls": calls,
-        "episode/segments": 1.0,
-        "episode/observed_tokens": 6 * calls,
-        "perf/environment_seconds": 0.02 * calls + abs(rng.gauss(0, 0.002)),
-        "perf/engine_seconds": 0.3 + abs(rng.gauss(0, 0.03)),
-        "perf/prefix_hit_rate": 0.4 * calls,
-    }
-
-
 def _write_export(paths: Paths, rng: random.Random, digests: dict[str, str]) -> None:
     _write_files(paths.hf_export, ("config.json", "model-00001-of-00001.safetensors"), rng)
     settings = {"final_weights_sha256": f"{rng.getrandbits(256):064x}"}
@@ -344,6 +318,8 @@ def _write_evaluations(paths: Paths, rng: random.Random, digests: dict[str, str]
             "examples": examples,
             "inputs": {"checkpoint": checkpoints[when], "dataset": digests["dataset"]},
         }
+        if paths.resolved.config.data.environment:
+            result["episodes"] = episode_summary(rate, rng)
         write_json(paths.evaluation(when), result)
         files = record_files(paths.evaluation(when).parent, [paths.evaluation(when).name])
         write_receipt(receipt_of(paths.evaluation(when)), Receipt("evaluate", files, result["inputs"], {"when": when}))

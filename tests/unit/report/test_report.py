@@ -15,6 +15,7 @@ from posttrain.plan.rule_chain import rule_chain
 from posttrain.report.report import common_frame, describe_attempt, pair_samples, rule_states
 from posttrain.report.report import render_report as render
 from posttrain.report.report_data import RuleTime, read_run, read_run_so_far
+from posttrain.report.report_figures import queue_charts
 from posttrain.report.report_summary import summarize
 from posttrain.report.verdict import judge_run
 from posttrain.store import Paths, Receipt, receipt_of, records_of, write_receipt
@@ -124,6 +125,9 @@ def test_a_run_that_goes_ahead_shows_its_queue(tmp_path):
     }
     assert not flat
     assert "Age in updates; at most 2 (rollout.max_staleness)." in html
+    ages = next(chart for chart in queue_charts(run) if chart.is_stacked)
+    shares = [[row.get(f"queue/age_{age}", 0.0) for row in run.rows] for age in range(3)]
+    assert [line.values for line in ages.series] == shares
     oldest = [row["queue/staleness_max"] for row in run.rows]
     assert oldest == [0, 1, 2, 2, 2, 2, 2, 2]
     assert f'"values":{json.dumps(list(map(float, oldest)), separators=(",", ":"))}' in unescape(html)
@@ -131,14 +135,35 @@ def test_a_run_that_goes_ahead_shows_its_queue(tmp_path):
 
 def test_a_run_in_an_environment_shows_its_episodes(tmp_path):
     run = read_run(make_run(tmp_path, num_steps=8, recipe="calculator").inputs)
-    charts, flat = section_of(render_report(run, summarize(run)), "Episodes")
+    html = render_report(run, summarize(run))
+    charts, flat = section_of(html, "Episodes")
     assert charts == {
-        "Turns of an episode": ["responses", "calls of functions"],
-        "Observations": ["tokens"],
-        "Time of an episode": ["in the environment", "in engines"],
+        "Turns of an episode": ["responses", "responses, p90", "calls of functions", "calls of functions, p90"],
+        "Observations": ["tokens", "tokens, p90"],
+        "Time of an episode": ["in the environment", "in the environment, p90", "in engines", "in engines, p90"],
         "Prefix reuse": ["in the prefix cache"],
+        "Distribution of turns": ["responses", "calls of functions"],
+        "Distribution of observations": ["tokens"],
+        "Distribution of time": ["in the environment", "in engines"],
     }
     assert not flat
+    seconds = run.after["episodes"]["curves"]["engine_seconds"]
+    drawn = [float(f"{value:.5g}") for value in seconds]
+    assert f'"values":{json.dumps(drawn, separators=(",", ":"))}' in unescape(html)
+
+
+def test_episodes_that_are_all_alike_and_older_results(tmp_path):
+    """A distribution without spread is drawn; a result of an older version has no distributions."""
+    run = read_run(make_run(tmp_path, num_steps=8, recipe="calculator").inputs)
+    episodes = run.after["episodes"]
+    alike = episodes | {"curves": episodes["curves"] | {"observed_tokens": [5.0] * 21}}
+    older = {name: value for name, value in episodes.items() if name != "curves"}
+    for changed, is_shown in ((alike, True), (older, False)):
+        after = run.after | {"episodes": changed}
+        charts, _ = section_of(
+            render_report(there := dataclasses.replace(run, after=after), summarize(there)), "Episodes"
+        )
+        assert ("Distribution of observations" in charts) == ("Distribution of time" in charts) == is_shown
 
 
 def test_a_synchronous_run_without_an_environment_has_neither_section(html):

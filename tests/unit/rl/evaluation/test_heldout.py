@@ -1,4 +1,5 @@
 import asyncio
+import dataclasses
 import itertools
 import random
 from pathlib import Path
@@ -8,6 +9,8 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from posttrain.plan.resolve import resolve
+from posttrain.report.distributions import CURVE
+from posttrain.report.metrics import EPISODE_NUMBERS
 from posttrain.rl.engines.client import EngineClient
 from posttrain.rl.engines.sampling_seed import sampling_seed
 from posttrain.rl.evaluation.heldout import GradedResponse, pass_all, pass_at, summarize
@@ -47,6 +50,17 @@ def test_rates_by_hand():
     assert result["has_partial_credit"]
     assert (result["response_tokens_mean"], result["response_tokens_median"]) == (5.25, 4)
     assert (result["response_tokens_max"], result["truncated_fraction"]) == (9, 0.25)
+
+
+def test_episodes_have_means_and_distributions():
+    assert "episodes" not in summarize([response(0, 0, 1.0)])
+    numbers = [{name: float(number) for name in EPISODE_NUMBERS} for number in (3, 1, 2, 2)]
+    graded = [dataclasses.replace(response(0, index, 1.0), parts=parts) for index, parts in enumerate(numbers)]
+    found = summarize(graded)["episodes"]
+    assert found["by_turns"] == {"1": 1, "2": 2, "3": 1}
+    for name in ("turns", "tool_calls", "observed_tokens", "environment_seconds", "engine_seconds"):
+        curve = dict(zip(CURVE, found["curves"][name], strict=True))
+        assert (found[name], curve[0], curve[25], curve[30], curve[75], curve[80], curve[100]) == (2, 1, 1, 2, 2, 3, 3)
 
 
 def test_an_ungraded_response_is_no_partial_credit():

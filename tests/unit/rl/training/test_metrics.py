@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
+from posttrain.report.metrics import check_metrics
 from posttrain.rl.training import metrics
 from posttrain.types import Prompt, RolloutResult, Trajectory, TrajectoryGroup
 
@@ -60,3 +61,22 @@ def test_a_step_has_so_many_metrics_of_graders(
     assert len(before) - len(found) == 13  # of 20 parts, the score, mean and rate
     assert found["rollout/reward_mean"] == 1.0
     assert "the first 10 are kept" in caplog.text
+
+
+def test_numbers_of_episodes_are_means_and_percentiles() -> None:
+    groups = [
+        group
+        for turns in range(1, 11)
+        for group in rollout([0.0], parts={"episode/turns": turns, "perf/engine_seconds": 0.5 * turns}).groups
+    ]
+    found = metrics._rollout_metrics(RolloutResult(groups, 0), True)
+    told = {name: value for name, value in found.items() if name.startswith(("episode/", "perf/"))}
+    assert told == {
+        "episode/turns": 5.5,
+        "episode/turns_p50": 5,
+        "episode/turns_p90": 9,
+        "perf/engine_seconds": 2.75,
+        "perf/engine_seconds_p50": 2.5,
+        "perf/engine_seconds_p90": 4.5,
+    }
+    check_metrics(found)

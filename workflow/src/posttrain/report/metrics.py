@@ -29,6 +29,34 @@ class Metric:
     is_timing: bool = False
 
 
+# Numbers of an episode: metrics are their means over a step's episodes, and percentiles of those `PERCENTS`.
+EPISODE_NUMBERS: Mapping[str, Metric] = {
+    "episode/turns": Metric("Responses in an episode"),
+    "episode/tool_calls": Metric("Functions that an episode's responses called"),
+    "episode/observed_tokens": Metric("Tokens that the model read after its first response", "tokens"),
+    "perf/environment_seconds": Metric("Time of an episode in its environment", "s", is_timing=True),
+    "perf/engine_seconds": Metric("Time of an episode in engines", "s", is_timing=True),
+}
+PERCENTS = (50, 90)
+
+
+def percentile_name(name: str, percent: int) -> str:
+    """Return the metric of a percentile of an episode's number.
+
+    Example:
+        ("episode/turns", 90) -> "episode/turns_p90".
+    """
+    return f"{name}_p{percent}"
+
+
+def _percentiles() -> dict[str, Metric]:
+    return {
+        percentile_name(name, percent): Metric(f"{known.doc}: {percent}th percentile", known.unit, known.is_timing)
+        for name, known in EPISODE_NUMBERS.items()
+        for percent in PERCENTS
+    }
+
+
 METRICS: Mapping[str, Metric] = {
     # ---- what the engines made ----
     "rollout/reward_mean": Metric("Mean reward of the step's samples that have one"),
@@ -40,10 +68,9 @@ METRICS: Mapping[str, Metric] = {
     "rollout/grader_failures": Metric("Samples that a grader failed for; they have no reward", "samples"),
     "rollout/ungraded_samples": Metric("Samples without a reward: a grader failed, or none applies", "samples"),
     # ---- episodes in an environment; means over the step's trajectories ----
-    "episode/turns": Metric("Responses in an episode"),
-    "episode/tool_calls": Metric("Functions that an episode's responses called"),
+    **EPISODE_NUMBERS,
+    **_percentiles(),
     "episode/segments": Metric("Segments of an episode: parts that are separate sequences"),
-    "episode/observed_tokens": Metric("Tokens that the model read after its first response", "tokens"),
     # ---- the queue between engines and trainer; on the clock, like timings ----
     "queue/staleness_mean": Metric("Mean age of the sampled tokens trained on", "updates", is_timing=True),
     "queue/staleness_max": Metric(
@@ -129,8 +156,6 @@ METRICS: Mapping[str, Metric] = {
         f"perf/{name}_peak_gib": Metric(f"{name}: memory of the fullest rank, on its GPU or else resident", "GiB", True)
         for name in (*PHASES, *LIKE_OTHERS)
     },
-    "perf/environment_seconds": Metric("Time of an episode in its environment", "s", is_timing=True),
-    "perf/engine_seconds": Metric("Time of an episode in engines", "s", is_timing=True),
     "perf/prefix_hit_rate": Metric("Share of the read tokens that an engine had in its prefix cache", is_timing=True),
     "perf/tokens_per_second": Metric("train/num_tokens over perf/step_seconds", "tokens/s", is_timing=True),
     "perf/response_tokens_per_second": Metric(

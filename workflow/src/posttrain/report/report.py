@@ -188,7 +188,7 @@ def _chart_sections(run: RunData) -> list[dict[str, Any]]:
             [*report_figures.batch_charts(run), *report_figures.optimization_charts(run)],
         ),
         "Episodes": (
-            "What the model did in its environment, and where the time of an episode went. Means over trajectories.",
+            "What the model did in its environment, and where the time of an episode went.",
             report_figures.episode_charts(run),
         ),
         "Queue": (
@@ -201,11 +201,12 @@ def _chart_sections(run: RunData) -> list[dict[str, Any]]:
         {
             "title": title,
             "note": note,
-            "charts": [chart for chart in charts if not chart.is_flat],
-            "flat": [report_figures.in_words(chart) for chart in charts if chart.is_flat],
+            "charts": [chart for chart in charts if chart not in flat],
+            "flat": [report_figures.in_words(chart) for chart in flat],
         }
         for title, (note, charts) in sections.items()
         if charts
+        for flat in [[chart for chart in charts if chart.is_flat and chart.x_label == "step"]]
     ]
 
 

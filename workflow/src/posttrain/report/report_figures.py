@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from posttrain.config.derived import mismatch_limits
 from posttrain.readable import format_number, format_percent, format_tick
-from posttrain.report.metrics import FAMILIES, METRICS
+from posttrain.report.distributions import CURVE
+from posttrain.report.metrics import FAMILIES, METRICS, percentile_name
 from posttrain.report.report_charts import Chart, Series
 from posttrain.report.report_data import RunData
 
@@ -22,6 +23,10 @@ PHASES = {
     "perf/asleep_seconds": "taking turns",
 }
 NUM_COLORS = 7
+AGE = "queue/age_"
+P90_NOTE = "Means over the step's episodes; dashed: 90 % of them have at most this."
+# What is on the x axis of a distribution.
+PERCENTILE = "percentile"
 PHASE_COLORS = (1, 8, 7, 6, 2, 3, 5, 4)
 
 
@@ -63,20 +68,46 @@ def batch_charts(run: RunData) -> list[Chart]:
 
 
 def episode_charts(run: RunData) -> list[Chart]:
-    """Turns, calls and observations of episodes, and their time in environments and engines."""
-    turns, calls = Line("episode/turns", "responses", 1), Line("episode/tool_calls", "calls of functions", 3)
+    """Turns, calls and observations of episodes, and their time in environments and engines: means and percentiles."""
+    turns = _mean_and_p90("episode/turns", "responses", 1)
+    calls = _mean_and_p90("episode/tool_calls", "calls of functions", 3)
     segments = [Line("episode/segments", "segments", 7)] if max(run.values("episode/segments"), default=1) > 1 else []
-    read = Line("episode/observed_tokens", "tokens", 2)
-    acting = Line("perf/environment_seconds", "in the environment", 5)
-    decoding = Line("perf/engine_seconds", "in engines", 1)
+    read = _mean_and_p90("episode/observed_tokens", "tokens", 2)
+    acting = _mean_and_p90("perf/environment_seconds", "in the environment", 5)
+    decoding = _mean_and_p90("perf/engine_seconds", "in engines", 1)
     cached = Line("perf/prefix_hit_rate", "in the prefix cache", 6)
-    note = "Time until the engine has answered includes waiting for a place and for new weights."
+    note = "Time in engines includes waiting for a place and for new weights. " + P90_NOTE
+    read_note = "Tokens read after the first response, not trained on. " + P90_NOTE
     return _present(
-        _chart(run, "Turns of an episode", "number", [turns, calls, *segments], low=0.0),
-        _chart(run, "Observations", "tokens", [read], "Tokens read after the first response, not trained on.", low=0.0),
-        _chart(run, "Time of an episode", "s", [acting, decoding], note, low=0.0),
+        _chart(run, "Turns of an episode", "number", [*turns, *calls, *segments], P90_NOTE, low=0.0),
+        _chart(run, "Observations", "tokens", read, read_note, low=0.0),
+        _chart(run, "Time of an episode", "s", [*acting, *decoding], note, is_log=True),
         _chart(run, "Prefix reuse", "share of read tokens", [cached], low=0.0),
+        *_distribution_charts(run),
     )
+
+
+def _mean_and_p90(metric: str, label: str, color: int) -> tuple[Line, Line]:
+    return Line(metric, label, color), Line(percentile_name(metric, 90), f"{label}, p90", color, is_dashed=True)
+
+
+def _distribution_charts(run: RunData) -> list[Chart | None]:
+    """Return the distributions over held-out episodes of the last evaluation; older results have none."""
+    when, result = ("after", run.after) if run.after else ("before", run.before)
+    curves = (result or {}).get("episodes", {}).get("curves", {})
+    note = f"Held-out episodes {when} training. At 90 on the x axis: 90 % of them have at most this."
+
+    def chart(title: str, unit: str, *lines: tuple[str, str, int], is_log: bool = False) -> Chart | None:
+        series = [Series(label, CURVE, curves[name], color) for name, label, color in lines if name in curves]
+        low = None if is_log else 0.0
+        return Chart(title, note, unit, series, low=low, is_log=is_log, x_label=PERCENTILE) if series else None
+
+    return [
+        chart("Distribution of turns", "number", ("turns", "responses", 1), ("tool_calls", "calls of functions", 3)),
+        chart("Distribution of observations", "tokens", ("observed_tokens", "tokens", 2)),
+        chart("Distribution of time", "s", ("environment_seconds", "in the environment", 5),
+              ("engine_seconds", "in engines", 1), is_log=True),
+    ]  # fmt: skip
 
 
 def queue_charts(run: RunData) -> list[Chart]:
@@ -87,7 +118,7 @@ def queue_charts(run: RunData) -> list[Chart]:
     ready, running = Line("queue/groups_ready", "ready", 3), Line("queue/groups_running", "being generated", 6)
     return _present(
         _chart(run, "Staleness", "updates", [oldest, mean], bound, low=0.0),
-        _family_chart(run, "Tokens by age in updates", "share", "queue/age_"),
+        _age_chart(run),
         _chart(run, "Queue", "groups", [ready, running], low=0.0),
     )
 
@@ -193,6 +224,20 @@ def _family_chart(run: RunData, title: str, unit: str, prefix: str, suffix: str 
         for place, name in enumerate(names)
     ]
     return _chart(run, title, unit, lines, FAMILIES[prefix].doc + ".")
+
+
+def _age_chart(run: RunData) -> Chart | None:
+    """Return the shares of tokens by age, stacked; an age that a step does not name has no tokens."""
+    rows = [row for row in run.rows if "queue/staleness_max" in row]
+    ages = sorted({int(name.removeprefix(AGE)) for row in rows for name in row if name.startswith(AGE)})
+    if not ages:
+        return None
+    steps = [row["step"] for row in rows]
+    series = [
+        Series(str(age), steps, [row.get(f"{AGE}{age}", 0.0) for row in rows], 1 + place % NUM_COLORS)
+        for place, age in enumerate(ages)
+    ]
+    return Chart("Tokens by age in updates", FAMILIES[AGE].doc + ".", "share", series, low=0.0, is_stacked=True)
 
 
 def _grad_norm_chart(run: RunData) -> Chart | None:

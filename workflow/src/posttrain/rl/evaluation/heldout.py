@@ -22,7 +22,9 @@ from typing import Any
 from posttrain.config.reward_sum import has_passed
 from posttrain.config.schema import Config
 from posttrain.config.suites import eval_tasks_of
+from posttrain.report.distributions import curve
 from posttrain.report.intervals import wilson
+from posttrain.report.metrics import EPISODE_NUMBERS
 from posttrain.rl.data.chat import ChatTokenizer
 from posttrain.rl.data.dataset import load_prompts
 from posttrain.rl.data.dataset_files import HELDOUT
@@ -196,8 +198,8 @@ def summarize(responses: Sequence[GradedResponse]) -> dict[str, Any]:
         num_ungraded (responses without a reward), reward_mean of the others, has_partial_credit (some reward is not
         simply 1 for a pass and 0 otherwise), lengths in tokens, truncated_fraction; if there are several, the pass rate
         of each source (pass_rate_by_source) and the mean of each grader (scores); episodes (means of their numbers,
-        by_turns), if there are any; by_prompt (id, pass rate and mean reward, None without a graded response); and the
-        first sample of the first prompts as examples.
+        their `curves` of `report.distributions`, by_turns), if there are any; by_prompt (id, pass rate and mean reward,
+        None without a graded response); and the first sample of the first prompts as examples.
 
     Example:
         Two prompts with rewards (1, 0) and (0, 0): pass_rate 0.25, pass_at_k 0.5.
@@ -329,13 +331,15 @@ async def grade_episodes(
 
 
 def _of_episodes(responses: Sequence[GradedResponse]) -> dict[str, Any]:
-    """Return the means of the episodes' numbers, and how many had each number of turns; empty without environment."""
+    """Return means and distributions of the episodes' numbers; empty without an environment."""
     known = [response.parts for response in responses if response.parts]
     if not known:
         return {}
     turns = Counter(str(int(parts["episode/turns"])) for parts in known)
     means = {name.rpartition("/")[2]: sum(parts[name] for parts in known) / len(known) for name in known[0]}
-    return {"episodes": {**means, "by_turns": dict(sorted(turns.items(), key=lambda item: int(item[0])))}}
+    curves = {name.rpartition("/")[2]: curve([parts[name] for parts in known]) for name in EPISODE_NUMBERS}
+    by_turns = dict(sorted(turns.items(), key=lambda item: int(item[0])))
+    return {"episodes": {**means, "curves": curves, "by_turns": by_turns}}
 
 
 def transcript_of(tokenizer: ChatTokenizer, episode: Episode) -> list[tuple[str, bool]]:

@@ -8,7 +8,8 @@ import math
 from collections.abc import Sequence
 
 from posttrain.config.reward_sum import has_passed
-from posttrain.report.metrics import METRICS
+from posttrain.report.distributions import percentile
+from posttrain.report.metrics import EPISODE_NUMBERS, METRICS, PERCENTS, percentile_name
 from posttrain.rl.algorithm.mismatch import Mismatch
 from posttrain.rl.algorithm.statistics import MEAN, STATISTICS
 from posttrain.rl.megatron_backend.train_step import NO_SIGNAL, UpdateStatistics
@@ -92,7 +93,13 @@ def _reward_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     if len(values) > MAX_NAMES:
         log.warning("graders gave %d names of metrics in this step; the first %d are kept", len(values), MAX_NAMES)
     kept = itertools.islice(values.items(), MAX_NAMES)
-    return {name: math.fsum(of_samples) / len(of_samples) for name, of_samples in kept if of_samples}
+    means = {name: math.fsum(of_samples) / len(of_samples) for name, of_samples in kept if of_samples}
+    return means | {
+        percentile_name(name, percent): percentile(values[name], percent)
+        for name in EPISODE_NUMBERS
+        if name in means
+        for percent in PERCENTS
+    }
 
 
 def _update_metrics(statistics: Sequence[UpdateStatistics], is_compared: bool) -> dict[str, float]:
