@@ -143,6 +143,27 @@ def test_longest_first_saves_time(max_staleness: int, most: float) -> None:
     assert longest_first < most * in_order, f"{longest_first / in_order:.2f}"
 
 
+def test_a_run_that_resumes_without_lengths_leaves_no_position_out() -> None:
+    """Longest first, trained positions have gaps between them; another attempt starts what lies in the gaps."""
+    draw = random.Random(0)
+    lengths = [draw.lognormvariate(0, 1) for _ in range(B * STEPS)]
+    trained = list[int]()
+    done: tuple[int, list[int]] = (0, [])
+    for first, last, expected in ((0, 3, lengths.__getitem__), (3, STEPS, None)):
+        queue = TrajectoryQueue(B, 2, STEPS, first, done, expected_length=expected)
+        for step in range(first, last):
+            queue.version = step
+            while (chosen := queue.choose(step)) is None:
+                position = queue.start()
+                assert position is not None
+                queue.add_ready(position, step)
+            queue.take(step, chosen)
+            trained += chosen
+        done = queue.done
+        assert bool(done[1]) == (last < STEPS)
+    assert sorted(trained) == list(range(B * STEPS))
+
+
 def test_the_bound_is_reached() -> None:
     """Engines run ahead as far as they may: with slow updates every later group is k updates old."""
     *_, staleness, _, _ = run(2, update=100.0)
