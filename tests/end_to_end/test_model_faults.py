@@ -23,7 +23,7 @@ import torch
 from tests.end_to_end.test_faults import disturb_training
 from tests.support.fault_parts import Count
 from tests.support.fault_record import FaultRecord
-from tests.support.interruptions import Kill, assert_same_training
+from tests.support.interruptions import Kill, assert_same_training, seconds_by_rule
 from tests.support.killed_processes import ENGINE, RANK, RUN, SANDBOX, SERVER, WORKER, KilledTraining
 from tests.support.queued_trainings import finish, prepare, rows_of, start_ranks
 from tests.support.workflow_runs import FAST, WorkflowFolder
@@ -51,8 +51,8 @@ PROGRAM = "import time\\ntime.sleep(0.1)\\nprint({} % 997)"
 
 
 def vowels(text):
-    """Return the share of vowels and digits, which a random model can raise."""
-    return sum(letter in "aeiou0123456789" for letter in text) / (len(text) or 1)
+    """Return about the share of vowels and digits, which a random model can raise; never 1."""
+    return sum(letter in "aeiou0123456789" for letter in text) / (len(text) + 1)
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -308,6 +308,10 @@ def counted(count: Count, name: str, faults: FaultRecord, began: float) -> None:
     faults.equal = True
 
 
+def row_of(training: KilledTraining) -> dict[str, Any]:
+    return {"kills": training.kills, "phases": training.phases, "attempts": training.num_attempts}
+
+
 def num_kills(count: Count) -> int:
     return sum(sum(row["kills"].values()) for row in count.rows)
 
@@ -334,7 +338,7 @@ def test_agents_are_trained_the_same_after_kills(name: str, count: Count, tmp_pa
         if not num_failed:
             assert_same_state(tmp_path / "calm" / RUN, folder / RUN)
         check_trained_as_recorded(folder)
-        count.add([{"kills": dict(training.kills), "attempts": training.num_attempts, "failed": num_failed}])
+        count.add([row_of(training) | {"failed": num_failed}])
     counted(count, name, faults, began)
 
 
@@ -350,7 +354,7 @@ def test_agents_of_a_whole_job_are_trained_the_same(
     settings |= {"data.environment": f"{own}:Seeded", "training.num_steps": NUM_STEPS}
     calm = WorkflowFolder(tmp_path / "calm", store, settings)
     calm.run("train", timeout=900)
-    length = time.monotonic() - began
+    length = seconds_by_rule(calm.folder / "logs")["train"]
     while (left := math.ceil(KILLS_PER_TEST - len(count.rows))) > 0:
         number = len(count.rows)
         workflow = WorkflowFolder(tmp_path / f"run_{number}", store, settings)
@@ -375,5 +379,5 @@ def test_what_engines_that_run_ahead_promise(name: str, count: Count, tmp_path: 
         train_through(training, min(KILLS_PER_TRAINING, max(1, round(left))), promises)
         promises.check(steps_of(folder), settings["rollout__max_staleness"], may_drop or has_episodes)
         check_trained_as_recorded(folder)
-        count.add([{"kills": dict(training.kills), "attempts": training.num_attempts}])
+        count.add([row_of(training)])
     counted(count, name, faults, began)

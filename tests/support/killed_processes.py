@@ -12,7 +12,7 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,8 +20,9 @@ import psutil
 from tests.support.forked_programs import ONE_THREAD, ForkedProgram
 from tests.support.queued_trainings import start_ranks
 
-from posttrain.config.derived import uses_queue
+from posttrain.config.derived import takes_turns, uses_queue
 from posttrain.config.load import load_resolved
+from posttrain.report.rank_progress import read_progress
 from posttrain.rl.engines.launch_command import render_engine_command
 from posttrain.rl.engines.ports import LOOPBACK, choose_free_ports
 from posttrain.rl.engines.secret import SECRET_VARIABLE
@@ -30,8 +31,13 @@ SECRET, RUN = "secret", "run"
 RANK, ENGINE, SERVER, WORKER, GRADER, SANDBOX = TARGETS = ("rank", "engine", "server", "worker", "grader", "sandbox")
 # What the command line of a process that a rank or a server has started contains.
 STARTED = {WORKER: "posttrain.rl.environments.worker", GRADER: "posttrain.rl.reward.worker", SANDBOX: "bwrap"}
-# Between two kills, at most; an attempt needs one second until its first step.
+# Between two kills, at most.
 MOST_SECONDS = 3.0
+# Most kills wait for the first step of an attempt, which takes much longer to start on a busy machine.
+EARLY_SHARE = 0.2
+START = "start"
+# What asks a dead engine gives up after 1.4 seconds.
+RESTART_SECONDS = 4.0
 # A process that follows a dead one ends at once; a busy machine may take longer.
 GONE_SECONDS = 30.0
 ATTEMPT_SECONDS = 300.0
@@ -58,12 +64,14 @@ class KilledTraining:
         served: Sequence[str] = (),
         port: int = 0,
     ):
-        self.folder, self.kills, self.num_attempts = folder, Counter[str](), 0
+        self.folder, self.num_attempts = folder, 0
+        self.kills, self.phases = Counter[str](), Counter[str]()
         self._chance, self._targets, self._num_ranks = chance, targets, num_ranks
         self._served, self._port = served, port
         self._config = load_resolved(folder / "config.yaml")
         self._engine_ports = choose_free_ports(self._config.engine.num_engines)
         self._programs: dict[tuple[str, int], ForkedProgram] = {}
+        self._restarts: dict[tuple[str, int], float] = {}
 
     def attempt(self, num_kills: int) -> bool:
         """Start the ranks; kill processes until no kill is left or a rank has gone.
@@ -75,45 +83,50 @@ class KilledTraining:
             Whether the training has come to its end.
         """
         self.num_attempts += 1
-        ranks = start_ranks(self.folder, RUN, [self._url(port) for port in self._engine_ports], SECRET, self._num_ranks)
-        began = time.monotonic()
-        due = began + self._chance.uniform(0, MOST_SECONDS)
-        kills_before = self.kills.copy()
+        urls, progress = [self._url(port) for port in self._engine_ports], self.folder / f"progress-{self.num_attempts}"
+        ranks = start_ranks(self.folder, RUN, urls, SECRET, self._num_ranks, progress)
+        began, alarm, kills_before = time.monotonic(), _Alarm(self._chance), self.kills.copy()
         while all(rank.poll() is None for rank in ranks):
-            if num_kills > (self.kills - kills_before).total() and time.monotonic() >= due:
-                self._kill_one(ranks)
-                due = time.monotonic() + self._chance.uniform(0, MOST_SECONDS)
+            here = read_progress(progress)
+            if num_kills > (self.kills - kills_before).total() and alarm.rings(here is not None):
+                self._kill_one(ranks, here.phase if here else START)
+                alarm = _Alarm(self._chance)
             self._restart_servers()
             assert time.monotonic() - began < ATTEMPT_SECONDS, f"the ranks hang:\n{self._end(ranks)}"
             time.sleep(0.005)
         codes = [rank.poll() for rank in ranks]
         is_finished, is_killed = 0 in codes, -signal.SIGKILL in codes
         output = "".join(rank.communicate(ATTEMPT_SECONDS)[0] for rank in ranks) if is_finished else self._end(ranks)
+        if takes_turns(self._config):
+            self._end([self._programs.pop((ENGINE, port)) for port in self._engine_ports])
+            self._restart_servers()
         self._check_nothing_is_left()
         if not is_finished and not is_killed:
             # An engine that dies while it gets weights ends the attempt.
             assert (self.kills - kills_before)[ENGINE], output[-6000:]
-            assert "engine" in output, output[-6000:]
+            assert any("engine" in error for error in output.split(" E posttrain.cli")[1:]), output[-6000:]
         return is_finished
 
     @contextmanager
     def servers(self) -> Iterator[None]:
-        """Start engines and, if any, the server of environments; they outlive ranks."""
+        """Start engines and, if any, the server of environments.
+
+        They outlive ranks, but for engines that may sleep: a rank cannot know which of their parts do.
+        """
         try:
             self._restart_servers()
             yield
         finally:
-            for program in self._programs.values():
-                program.kill()
-                program.communicate(60)
+            self._end(self._programs.values())
             self._check_nothing_is_left()
 
-    def _kill_one(self, ranks: Sequence[ForkedProgram]) -> None:
+    def _kill_one(self, ranks: Sequence[ForkedProgram], phase: str) -> None:
         living = self._victims(ranks)
         target = self._chance.choice(sorted(living))
         with contextlib.suppress(psutil.NoSuchProcess):
             self._chance.choice(living[target]).kill()
             self.kills[target] += 1
+            self.phases[phase] += 1
 
     def _victims(self, ranks: Sequence[ForkedProgram]) -> dict[str, list[psutil.Process]]:
         """Return what may be killed now; a target without a process is left out."""
@@ -128,7 +141,7 @@ class KilledTraining:
         return {target: processes for target, processes in found.items() if processes}
 
     def _restart_servers(self) -> None:
-        """Start what has ended, as a supervisor does."""
+        """Start what has ended, as a supervisor does; the time that an engine needs for it differs between machines."""
         wanted = {(ENGINE, port): self._start_engine for port in self._engine_ports}
         wanted |= {(SERVER, self._port): self._start_server} if self._served else {}
         for key, start in wanted.items():
@@ -136,6 +149,10 @@ class KilledTraining:
             if program and program.poll() is None:
                 continue
             if program:
+                due = self._restarts.setdefault(key, time.monotonic() + self._chance.uniform(0, RESTART_SECONDS))
+                if time.monotonic() < due:
+                    continue
+                del self._restarts[key]
                 assert program.returncode == -signal.SIGKILL, program.communicate(10)[0]
                 if key[0] == SERVER:
                     self._wait_until_gone(self.folder)
@@ -158,11 +175,11 @@ class KilledTraining:
     def _url(self, port: int) -> str:
         return f"http://{LOOPBACK}:{port}"
 
-    def _end(self, ranks: Sequence[ForkedProgram]) -> str:
-        """Kill all ranks; returns what they have printed."""
-        for rank in ranks:
-            rank.kill()
-        return "\n".join(rank.communicate(60)[0] for rank in ranks)
+    def _end(self, programs: Collection[ForkedProgram]) -> str:
+        """Kill programs; returns what they have printed."""
+        for program in programs:
+            program.kill()
+        return "\n".join(program.communicate(60)[0] for program in programs)
 
     def _check_nothing_is_left(self) -> None:
         """No worker, grader or sandbox outlives its rank."""
@@ -173,6 +190,20 @@ class KilledTraining:
         while left := processes_in(folder):
             assert time.monotonic() < until, f"left over: {left}"
             time.sleep(0.02)
+
+
+class _Alarm:
+    """Rings once: some time after it is set or, for most, after the first step has begun."""
+
+    def __init__(self, chance: random.Random):
+        self._seconds = chance.uniform(0, MOST_SECONDS)
+        self._since = time.monotonic() if chance.random() < EARLY_SHARE else None
+
+    def rings(self, has_begun: bool) -> bool:
+        """Whether it rings now."""
+        if has_begun and self._since is None:
+            self._since = time.monotonic()
+        return self._since is not None and time.monotonic() > self._since + self._seconds
 
 
 def processes_in(folder: Path) -> Mapping[int, list[str]]:

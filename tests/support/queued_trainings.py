@@ -24,6 +24,7 @@ from posttrain.config.engine import SECRET_VARIABLE
 from posttrain.config.load import Resolved, dump_resolved, load_resolved
 from posttrain.config.schema import Config
 from posttrain.plan.resolve import resolve
+from posttrain.report.rank_progress import PROGRESS_VARIABLE
 from posttrain.report.sinks import read_rows
 from posttrain.rl.data.dataset_files import make_dataset
 from posttrain.rl.engines.process import EngineProcess, running_engines
@@ -84,10 +85,13 @@ def start(folder: Path, run: str, engines: Sequence[EngineProcess]) -> ForkedPro
     return rank
 
 
-def start_ranks(folder: Path, run: str, urls: Sequence[str], secret: str = "", count: int = 1) -> list[ForkedProgram]:
+def start_ranks(
+    folder: Path, run: str, urls: Sequence[str], secret: str = "", count: int = 1, progress: Path | None = None
+) -> list[ForkedProgram]:
     """Start all ranks of a training; without engines it trains on the groups that are on disk.
 
-    The working folder of the ranks, and so of what they start, is the run's.
+    The working folder of the ranks, and so of what they start, is the run's. The first rank says in `progress` where it
+    is.
     """
     (folder / run).mkdir(exist_ok=True)
     arguments = [
@@ -104,6 +108,8 @@ def start_ranks(folder: Path, run: str, urls: Sequence[str], secret: str = "", c
     environments = [
         {**os.environ, **ONE_THREAD, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)
     ]
+    if progress:
+        environments[0][PROGRESS_VARIABLE] = str(progress)
     return [ForkedProgram(TRAINER, words, environment, folder / run) for environment in environments]
 
 
