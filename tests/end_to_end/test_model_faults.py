@@ -13,6 +13,7 @@ import json
 import math
 import os
 import random
+import signal
 import time
 from collections import Counter
 from pathlib import Path
@@ -20,11 +21,30 @@ from typing import Any
 
 import pytest
 import torch
-from tests.end_to_end.test_faults import disturb_training
+from tests.end_to_end.test_faults import IMPORT_SECONDS, kill_one_of
 from tests.support.fault_parts import Count
 from tests.support.fault_record import FaultRecord
-from tests.support.interruptions import Kill, assert_same_training, seconds_by_rule
-from tests.support.killed_processes import ENGINE, RANK, RUN, SANDBOX, SERVER, WORKER, KilledTraining
+from tests.support.interruptions import (
+    Driver,
+    Kill,
+    assert_gone,
+    assert_same_training,
+    check_claims,
+    start,
+    wait_or_end,
+)
+from tests.support.killed_processes import (
+    EARLY_SHARE,
+    ENGINE,
+    MOST_SECONDS,
+    RANK,
+    RUN,
+    SANDBOX,
+    SERVER,
+    WORKER,
+    KilledTraining,
+)
+from tests.support.queue_promises import Promises, check_whole
 from tests.support.queued_trainings import finish, prepare, rows_of, start_ranks
 from tests.support.workflow_runs import FAST, WorkflowFolder
 
@@ -38,7 +58,7 @@ pytestmark = pytest.mark.timeout(7200)
 NUM_AGENT_KILLS = int(os.environ.get("POSTTRAIN_AGENT_FAULTS", "100"))
 NUM_AHEAD_KILLS = int(os.environ.get("POSTTRAIN_AHEAD_FAULTS", "200"))
 NUM_STEPS, NUM_GROUPS, GROUP_SIZE = 8, 3, 4
-KILLS_PER_TRAINING = 12
+KILLS_PER_TRAINING = 13
 OWN = '''"""Environments that follow from their seeds and from what the model has written, and a reward."""
 
 import asyncio
@@ -225,14 +245,6 @@ def check_trained_as_recorded(folder: Path) -> None:
     assert_same_state(folder / RUN, folder / "again")
 
 
-def check_whole(one: Trajectory) -> None:
-    """A trajectory has a version for each sampled token and a reward, or failed and has none."""
-    assert sum(span.num_tokens for span in one.versions) == one.num_sampled == len(one.logprobs)
-    assert (one.reward is None) == bool(one.failure)
-    if "episode/turns" in one.parts and one.reward is not None:
-        assert one.finish_reason == "length" or one.parts["episode/turns"] in (2, 3), "half an episode"
-
-
 def content_of(one: Trajectory) -> Trajectory:
     """Return a trajectory without timings."""
     return dataclasses.replace(one, parts={key: x for key, x in one.parts.items() if not key.startswith("perf/")})
@@ -257,48 +269,6 @@ def check_same_as(calm: list[list[TrajectoryGroup]], killed: list[list[Trajector
         if {*expected} != {group.position for group in ours}:
             num_failed += 1
     return num_failed
-
-
-class Promises:
-    """What a training's files have promised after its kills.
-
-    Args:
-        folder: Of the training.
-    """
-
-    def __init__(self, folder: Path):
-        self._store = QueueStore(folder / RUN / "rollouts")
-        self._promised, self._taken = dict[int, TrajectoryGroup](), dict[int, list[TrajectoryGroup]]()
-
-    def note_files(self) -> None:
-        """Note groups that are finished and those that steps have; what was noted before is unchanged."""
-        for step in range(NUM_STEPS):
-            if (groups := self._store.read(step, 0)) is not None:
-                assert self._taken.setdefault(step, groups) == groups, f"step {step} has other groups than before"
-        known = {group.position: group for group in self._store.read_groups()}
-        known |= {group.position: group for groups in self._taken.values() for group in groups}
-        for position, group in self._promised.items():
-            assert known.get(position) == group, f"the group at position {position} was stored, and is lost"
-        self._promised |= known
-
-    def check(self, steps: list[list[TrajectoryGroup]], max_staleness: int, may_drop: bool) -> None:
-        """Check what the whole training promises."""
-        self.note_files()
-        for step, groups in enumerate(steps):
-            assert [len(group.trajectories) for group in groups] == [GROUP_SIZE] * NUM_GROUPS
-            for one in (one for group in groups for one in group.trajectories):
-                check_whole(one)
-                assert all(0 <= step - (span.version or 0) <= max_staleness for span in one.versions)
-        by_position = {group.position: group for groups in steps for group in groups}
-        assert len(by_position) == NUM_GROUPS * NUM_STEPS, "a group was trained on twice"
-        first_open, others = self._store.read_done(NUM_STEPS)
-        accounted = {*range(first_open), *others}
-        assert accounted >= {*by_position}
-        assert may_drop or accounted == {*by_position} == {*range(NUM_GROUPS * NUM_STEPS)}, "a position is left out"
-        for position, group in self._promised.items():
-            # What is finished for later steps stays when the last one ends.
-            assert by_position.get(position, group) == group
-            assert position in by_position or position not in accounted, f"position {position} was stored, and dropped"
 
 
 def counted(count: Count, name: str, faults: FaultRecord, began: float) -> None:
@@ -342,6 +312,43 @@ def test_agents_are_trained_the_same_after_kills(name: str, count: Count, tmp_pa
     counted(count, name, faults, began)
 
 
+def disturb_job(workflow: WorkflowFolder, whom: str, chance: random.Random, most: int) -> list[Kill]:
+    """Train to the end, with at most so many kills on the way."""
+    kills, began = list[Kill](), time.monotonic()
+    while True:
+        driver = start(workflow, "train")
+        while not ended_before_kill(driver, chance, is_calm=len(kills) == most):
+            seconds = time.monotonic() - began
+            if whom.startswith("driver"):
+                driver.end(signal.SIGKILL)
+                kills.append(Kill("driver", seconds))
+            elif role := kill_one_of(workflow, chance):
+                kills.append(Kill(role, seconds))
+        if driver.process.returncode == 0:
+            return kills
+        assert_gone(workflow, IMPORT_SECONDS)
+        check_claims(workflow)
+        assert "Traceback" not in driver.output, driver.output[-4000:]
+
+
+def ended_before_kill(driver: Driver, chance: random.Random, is_calm: bool) -> bool:
+    """Wait for a random moment, mostly one after the first step of an attempt; returns whether the driver has ended."""
+    results, moment = driver.workflow.results, chance.uniform(0, MOST_SECONDS)
+    if is_calm:
+        return wait_or_end(driver, math.inf)
+    if chance.random() > EARLY_SHARE:
+        before = num_begun(results)
+        while num_begun(results) == before and not wait_or_end(driver, 0.02):
+            pass
+    return wait_or_end(driver, moment)
+
+
+def num_begun(results: Path) -> int:
+    """Return how many attempts have loaded their weights."""
+    logs = [path.read_text(errors="replace") for path in results.glob("*/train/attempts/*/trainer0.log")]
+    return sum("engines were ready" in log for log in logs)
+
+
 @pytest.mark.faults("agents")
 @pytest.mark.parametrize("whom", JOBS)
 def test_agents_of_a_whole_job_are_trained_the_same(
@@ -354,11 +361,10 @@ def test_agents_of_a_whole_job_are_trained_the_same(
     settings |= {"data.environment": f"{own}:Seeded", "training.num_steps": NUM_STEPS}
     calm = WorkflowFolder(tmp_path / "calm", store, settings)
     calm.run("train", timeout=900)
-    length = seconds_by_rule(calm.folder / "logs")["train"]
     while (left := math.ceil(KILLS_PER_TEST - len(count.rows))) > 0:
         number = len(count.rows)
         workflow = WorkflowFolder(tmp_path / f"run_{number}", store, settings)
-        kills = disturb_training(workflow, whom, random.Random(f"{whom} {number}"), length, left)
+        kills = disturb_job(workflow, whom, random.Random(f"{whom} {number}"), left)
         assert_same_training(workflow, calm)
         count.add(dataclasses.asdict(kill) for kill in kills)
     faults.add(f"{whom}, an agent", [Kill(**row) for row in count.rows], time.monotonic() - began)
@@ -375,7 +381,10 @@ def test_what_engines_that_run_ahead_promise(name: str, count: Count, tmp_path: 
         number = len(count.rows)
         folder, chance = tmp_path / f"run_{number}", random.Random(f"{name} {number}")
         prepare_run(folder, settings)
-        training, promises = KilledTraining(folder, chance, targets), Promises(folder)
+        training, promises = (
+            KilledTraining(folder, chance, targets),
+            Promises(folder / RUN, NUM_STEPS, (NUM_GROUPS, GROUP_SIZE)),
+        )
         train_through(training, min(KILLS_PER_TRAINING, max(1, round(left))), promises)
         promises.check(steps_of(folder), settings["rollout__max_staleness"], may_drop or has_episodes)
         check_trained_as_recorded(folder)
