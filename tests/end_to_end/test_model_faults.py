@@ -349,23 +349,30 @@ def num_begun(results: Path) -> int:
     return sum("engines were ready" in log for log in logs)
 
 
+@pytest.fixture(scope="module")
+def calm_job(store: Path, tmp_path_factory: pytest.TempPathFactory) -> WorkflowFolder:
+    """A training of the workflow, with an environment, that nobody disturbs."""
+    folder = tmp_path_factory.mktemp("calm")
+    (folder / "own.py").write_text(OWN)
+    settings = FAST | {key.replace("__", "."): str(value) for key, value in (EPISODES | ALONE).items()}
+    settings |= {"data.environment": f"{folder / 'own.py'}:Seeded", "training.num_steps": NUM_STEPS}
+    calm = WorkflowFolder(folder / "work", store, settings)
+    calm.run("train", timeout=900)
+    return calm
+
+
 @pytest.mark.faults("agents")
 @pytest.mark.parametrize("whom", JOBS)
 def test_agents_of_a_whole_job_are_trained_the_same(
-    whom: str, store: Path, count: Count, tmp_path: Path, faults: FaultRecord
+    whom: str, calm_job: WorkflowFolder, count: Count, tmp_path: Path, faults: FaultRecord
 ) -> None:
     """The driver, and what it starts: the head, its node, the rank and the engine."""
-    own, began = tmp_path / "own.py", time.monotonic()
-    own.write_text(OWN)
-    settings = FAST | {key.replace("__", "."): str(value) for key, value in (EPISODES | ALONE).items()}
-    settings |= {"data.environment": f"{own}:Seeded", "training.num_steps": NUM_STEPS}
-    calm = WorkflowFolder(tmp_path / "calm", store, settings)
-    calm.run("train", timeout=900)
+    began = time.monotonic()
     while (left := math.ceil(KILLS_PER_TEST - len(count.rows))) > 0:
         number = len(count.rows)
-        workflow = WorkflowFolder(tmp_path / f"run_{number}", store, settings)
+        workflow = WorkflowFolder(tmp_path / f"run_{number}", calm_job.store, calm_job.settings)
         kills = disturb_job(workflow, whom, random.Random(f"{whom} {number}"), left)
-        assert_same_training(workflow, calm)
+        assert_same_training(workflow, calm_job)
         count.add(dataclasses.asdict(kill) for kill in kills)
     faults.add(f"{whom}, an agent", [Kill(**row) for row in count.rows], time.monotonic() - began)
     faults.equal = True
