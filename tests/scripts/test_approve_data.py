@@ -59,21 +59,25 @@ def test_a_reward_that_exits_is_an_error_with_its_place(tmp_path):
     assert not output.exists()
 
 
-@pytest.mark.timeout(1800)
-@pytest.mark.faults("kills")
-def test_killed_anywhere_it_has_approved_all_or_nothing(tmp_path, faults: FaultRecord):
-    """Over and over: the first time nothing is there, then another result with its receipt."""
-    words, output = words_of(tmp_path, "")
+def check_kills(step, words, output, num_kills, faults: FaultRecord):
+    """Kill a step over and over: the first time nothing is there, then another result with its receipt."""
     claim, started, kills = (output.parent, receipt_of(output)), time.monotonic(), 0
-    while kills < 30:
+    while kills < num_kills:
         if kills:
             output.write_text("{}\n")
-            write_receipt(claim[1], Receipt("approve_data", record_files(output.parent, [output.name]), {}, {}))
-        endings = run_killed("approve_data", words, output.parent, None, claim=claim, timeout=900)
+            write_receipt(claim[1], Receipt(step, record_files(output.parent, [output.name]), {}, {}))
+        endings = run_killed(step, words, output.parent, None, claim=claim, timeout=900)
         assert endings[-1] == 0
         assert len(endings) > 3
         assert require_files(*claim, content=True)
         assert read_json(output) != {}
         kills += len(endings) - 1
-    faults.add_counts("kills", {"approve_data": kills}, time.monotonic() - started)
+    faults.add_counts("kills", {step: kills}, time.monotonic() - started)
     faults.equal = True
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.faults("kills")
+def test_killed_anywhere_it_has_approved_all_or_nothing(tmp_path, faults: FaultRecord):
+    words, output = words_of(tmp_path, "")
+    check_kills("approve_data", words, output, 30, faults)

@@ -1,7 +1,9 @@
 import json
 from pathlib import Path
 
-from tests.scripts.test_approve_data import words_of
+import pytest
+from tests.scripts.test_approve_data import check_kills, words_of
+from tests.support.fault_record import FaultRecord
 from tests.support.forked_programs import run_step
 from tests.support.rejections import assert_rejected
 
@@ -23,11 +25,16 @@ class Generous(Right):
 """
 
 
-def approve(folder: Path, name: str):
+def words_with(folder: Path, name: str):
     (folder / "mine.py").write_text(SOURCE)
     words, output = words_of(folder, f"data.environment={folder}/mine.py:{name} data.reward=environment")
     output = output.with_name("environment_check.json")
-    return run_step("approve_environment", [*words[:-1], output]), output
+    return [*words[:-1], output], output
+
+
+def approve(folder: Path, name: str):
+    words, output = words_with(folder, name)
+    return run_step("approve_environment", words), output
 
 
 def test_an_approved_environment_is_written_with_a_receipt(tmp_path):
@@ -47,3 +54,10 @@ def test_a_refused_environment_leaves_nothing(tmp_path):
     assert_rejected(ended.stderr, "environment-pays-cheats", "says nothing in 8 of 8 rows", key="data.environment")
     assert not output.exists()
     assert not receipt_of(output).exists()
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.faults("kills")
+def test_killed_anywhere_it_has_approved_all_or_nothing(tmp_path, faults: FaultRecord):
+    words, output = words_with(tmp_path, "Right")
+    check_kills("approve_environment", words, output, 10, faults)
