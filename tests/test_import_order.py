@@ -23,6 +23,8 @@ WEIGHTS_ALSO = {
     "sglang_hooks": {"sglang"},
     "shared_memory": {"cuda"},
 }
+# Apart from it, in the environment of verifiers.
+TASKSETS = SOURCE / "posttrain_verifiers"
 # Packages beside it. They import it and not each other; it imports none of them, and runs without any of them.
 ANNEXES = ("posttrain_import", "posttrain_rehearsal", "posttrain_serving")
 # Rooms, or parts of one, each after all that it imports. `rl/algorithm` comes early: plans read its settings.
@@ -93,6 +95,13 @@ def test_weight_transfer_imports_torch_alone(path: Path) -> None:
     packages = {name.partition(".")[0] for name in imports_of(ast.parse(path.read_text()))}
     own = {*sys.stdlib_module_names, "posttrain_weights"}
     assert packages - own <= {"torch"} | WEIGHTS_ALSO.get(path.stem, set())
+
+
+@pytest.mark.parametrize("path", sorted(TASKSETS.glob("*.py")), ids=lambda path: path.stem)
+def test_what_serves_tasksets_imports_what_verifiers_brings(path: Path) -> None:
+    packages = {name.partition(".")[0] for name in imports_of(ast.parse(path.read_text()))}
+    own = {*sys.stdlib_module_names, "posttrain_verifiers"}
+    assert packages - own <= {"aiohttp", "httpx", "openai", "verifiers"}
 
 
 def test_what_plans_read_of_weight_transfer_imports_nothing() -> None:

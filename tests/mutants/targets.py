@@ -149,6 +149,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "rl/training/step_evaluation": (f"{UNIT}/rl/training/test_step_evaluation.py",),
     "rl/training/colocation": (f"{UNIT}/rl/training/test_colocation.py",),
     "rl/weight_sync/engine_layout": (f"{UNIT}/rl/weight_sync/test_engine_layout.py",),
+    "posttrain_verifiers/conversation": ("tests/posttrain_verifiers/test_conversation.py",),
     "posttrain_weights/transfer_plan": ("tests/posttrain_weights/test_transfer_plan.py",),
     "rl/weight_sync/proof": (f"{UNIT}/rl/weight_sync/test_proof.py",),
     "rl/weight_sync/publish": (f"{UNIT}/rl/weight_sync/test_publish.py", SHARDED[1]),

@@ -35,7 +35,7 @@ PARTS = {
     "transfer": "messages of a weight transfer dropped, repeated, cut, spoiled or forged; members that end in it",
     "bridge": "conversions of every family compared with megatron-bridge's (`make env-bridge`)",
     "engines": "small checkpoints served by SGLang, vLLM and the embedded engine, held against transformers",
-    "environments": "public environments of OpenEnv and NeMo Gym, and episodes in verifiers (`make env-environments`)",
+    "environments": "public environments of OpenEnv, NeMo Gym and verifiers (`make env-environments`)",
     "lm-eval": "lm-eval's answers compared with our own evaluation's (`make env-lm-eval`)",
     "python312": "parity and the demo on Python 3.12 (`make env-python312`)",
     "imports": "300 generated launch scripts and every case, held against bash itself",
