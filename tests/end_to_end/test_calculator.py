@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from posttrain.types import Trajectory
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 NUM_STEPS = 16
+# Of the demo on two cores that do nothing else.
+MOST_SECONDS = 360
 CALL, ANSWER = "<tool_call>", "<|observation|>"
 CONSTANT = """from posttrain.rl.environments.calculator import Calculator
 
@@ -77,7 +81,11 @@ def test_a_model_learns_to_call_a_tool(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", [7, 8, 9])
 def test_the_demo_learns_with_each_seed(seed: int, tmp_path: Path) -> None:
     workflow = WorkflowFolder(tmp_path / "run", tmp_path / "store", settings(seed, 40))
-    workflow.run(config={"model": "tiny", "recipe": "calculator"})
+    began = time.perf_counter()
+    workflow.run(config={"model": "tiny", "recipe": "calculator"}, timeout=1700)
+    seconds, processes_per_core = time.perf_counter() - began, max(1.0, os.getloadavg()[2] / (os.cpu_count() or 1))
+    print(f"seed {seed}: {seconds:.0f} s, with {processes_per_core:.1f} processes per core")
+    assert seconds <= MOST_SECONDS * processes_per_core
     check_learned(workflow, 0.8)
 
 
