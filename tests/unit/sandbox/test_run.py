@@ -323,5 +323,5 @@ def test_a_file_stays_below_the_working_folder(name: str) -> None:
 
 @pytest.mark.parametrize("words", [{}, {"source": "1", "argv": ("python",)}])
 def test_a_program_is_a_source_or_a_command(words: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="a Python source or a command"):
+    with pytest.raises(ValueError, match="either Python source or a command"):
         Program(**words)  # type: ignore[arg-type]

@@ -92,7 +92,7 @@ def test_a_client_needs_the_secret(monkeypatch: pytest.MonkeyPatch, value: str) 
 
 
 def test_who_does_not_show_the_secret_runs_nothing(address: str) -> None:
-    with pytest.raises(SandboxUnavailable, match=r"HTTP 401.*the secret is not shown"):
+    with pytest.raises(SandboxUnavailable, match=r"HTTP 401.*the request lacks the secret"):
         asked(address, PROGRAM, secret="another")
     assert httpx2.post(f"{address}/run", json={}).status_code == 401
     assert httpx2.get(address).status_code == 401
@@ -104,7 +104,7 @@ def test_who_does_not_show_the_secret_runs_nothing(address: str) -> None:
         (lambda message: [], "not a request"),
         (lambda message: {**message, "stdin": "!"}, "base64"),
         (lambda message: {**message, "files": {"../x": ""}}, "not a path"),
-        (lambda message: {**message, "argv": ["python"]}, "a Python source or a command"),
+        (lambda message: {**message, "argv": ["python"]}, "either Python source or a command"),
         (lambda message: {**message, "limits": {}}, "not a request"),
         (lambda message: {**message, "limits": {**message["limits"], "seconds": 1e9}}, "seconds=1000000000.0"),
         (lambda message: {**message, "limits": {**message["limits"], "processes": 0}}, "processes=0"),
@@ -145,7 +145,7 @@ def test_nothing_is_left_of_a_service_that_is_killed() -> None:
             below = psutil.Process(process.pid).children(recursive=True)
             assert below
             process.kill()
-            with pytest.raises(SandboxUnavailable, match="no answer of the sandbox service"):
+            with pytest.raises(SandboxUnavailable, match="no answer from the sandbox service"):
                 await task
             return below
 

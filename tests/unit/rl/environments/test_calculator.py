@@ -60,7 +60,7 @@ def test_without_a_final_answer_the_reward_is_zero():
 
 @pytest.mark.parametrize("label", ["many", "", "1/0", None])
 def test_a_label_that_is_no_number_is_an_error(label):
-    with pytest.raises(ValueError, match="is no number"):
+    with pytest.raises(ValueError, match="is not a number"):
         play("0", label=label)
 
 

@@ -114,14 +114,14 @@ def test_calls_of_the_same_name_in_two_turns_are_two():
 def test_the_agents_mistakes_are_told_to_it():
     _, answers, reward, _ = play(act({}), act("1 + 2"), act({}, name="verify"), act(text="3"))
     assert contents(answers[0]) == ['{"detail": "count is missing"}']
-    assert contents(answers[1]) == ["error: the arguments are no JSON object"]
+    assert contents(answers[1]) == ["error: the arguments are not a JSON object"]
     assert contents(answers[2]) == ["error: there is no function 'verify'"]
     assert reward.reward == 0
 
 
 @pytest.mark.parametrize("loses", ["add", "verify"])
 def test_a_lost_session_is_a_failure_and_no_zero(loses: str):
-    with pytest.raises(EnvironmentFailure, match="crash: the server has lost the session"):
+    with pytest.raises(EnvironmentFailure, match="crash: the server lost the session"):
         play(act({"count": 3}), act(text="3"), loses=loses)
 
 
@@ -147,8 +147,8 @@ def test_a_server_that_was_started_again_is_a_failure_and_no_zero():
     ("row", "reason"),
     [
         ({"messages": []}, "the row has no responses_create_params"),
-        ({"responses_create_params": {"input": [{"type": "image"}]}}, "is no message with a text"),
-        ({"responses_create_params": {"input": []}}, "reset gave no messages"),
+        ({"responses_create_params": {"input": [{"type": "image"}]}}, "is not a text message"),
+        ({"responses_create_params": {"input": []}}, "reset returned no messages"),
     ],
 )
 def test_rows_of_another_kind(row: dict, reason: str):

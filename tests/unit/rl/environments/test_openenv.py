@@ -99,7 +99,7 @@ def test_the_agents_mistakes_are_told_to_it():
     _, found, _, read = play(*actions, answers=answers)
     assert [one.messages[0]["content"] for one in found] == [
         'error: "no"',
-        "error: the arguments are no JSON object",
+        "error: the arguments are not a JSON object",
         "error: there is no function 'move'; call act",
     ]
     assert len(read) == 3
@@ -117,7 +117,7 @@ def test_a_response_without_a_call_ends_the_episode():
         ([observed(), failed("EXECUTION_ERROR")], "error: step: EXECUTION_ERROR"),
         ([observed(), "end"], "crash: the server closed the connection in step"),
         ([observed(), "hang"], "deadline: step was not answered within 1 s"),
-        ([observed(), "{"], "error: step was answered with no observation"),
+        ([observed(), "{"], "error: the answer to step is not an observation"),
         ([observed(), {"type": "state", "data": {}}], "error: step: None"),
         ([observed(), observed(reward="much")], "'reward' is 'much', expected a number"),
         ([observed(), observed(True)], "error: the server ended the episode and gave no reward in any step"),

@@ -96,11 +96,11 @@ def test_environments_are_spread_and_free_workers_are_used_again():
     [
         ("raise", "error", f"KeyError: 'gold' ({SOURCE}"),
         ("leave", "error", "SystemExit: 1"),
-        ("flood", "error", "at most"),
+        ("flood", "error", "exceeds the limit"),
         ("return ([], False)", "error", "step returned no messages, but the episode has not ended"),
         ("return 7", "error", "step returned 7; expected (messages, done)"),
         ("return ('hello', False)", "error", "'messages' is 'hello', expected a list"),
-        ("return ([{'role': 'user', 'content': {1}}], False)", "error", "set is not a type of JSON"),
+        ("return ([{'role': 'user', 'content': {1}}], False)", "error", "set is not a JSON type"),
         (
             "return ([{'role': 'judge', 'content': ''}], False)",
             "error",
@@ -151,7 +151,7 @@ def test_a_reward_is_a_finite_number(shared, end: str, reason: str):
 @pytest.mark.parametrize(
     ("label", "reason"),
     [
-        ("return [], None", "reset gave no messages"),
+        ("return [], None", "reset returned no messages"),
         ("return [{'role': 'user', 'content': 'a'}], [3]", "'tools' must hold the JSON schemas of functions"),
         ("return 3", "reset returned 3; expected (messages, tools)"),
         (
@@ -175,7 +175,7 @@ def test_what_reset_returns_is_checked(shared, label: str, reason: str):
 
 def test_a_row_that_is_no_json_and_an_environment_that_cannot_be_made(shared):
     loop, pool, bystander = shared
-    with pytest.raises(EnvironmentFailure, match="what reset is given is no JSON"):
+    with pytest.raises(EnvironmentFailure, match="the argument of reset is not JSON"):
         loop.run(bystander.reset({"label": {1}}))
     with pytest.raises(EnvironmentFailure, match="ValueError: thirteen"):
         loop.run(pool.open(13))
@@ -212,7 +212,7 @@ def test_one_that_blocks_ends_its_process_and_another_takes_over(monkeypatch):
     run(story)
 
 
-@pytest.mark.parametrize(("word", "reason"), [("exit", "died with exit code 3"), ("garbage", "sent what is no answer")])
+@pytest.mark.parametrize(("word", "reason"), [("exit", "died with exit code 3"), ("garbage", "sent an invalid answer")])
 def test_one_that_crashes_takes_the_others_of_its_process(word: str, reason: str):
     async def story(pool):
         first, second = await pool.open(0), await pool.open(1)
@@ -240,7 +240,7 @@ def test_memory_that_runs_out_is_a_crash_of_one_episode():
     async def story(pool):
         bystander, full = await pool.open(0), await pool.open(1)
         pid = await said(bystander, "pid")
-        assert await failure(full, "fill") == ("crash", "the process had no memory left")
+        assert await failure(full, "fill") == ("crash", "the process ran out of memory")
         assert await said(bystander, "pid") == pid
         fresh = await pool.open(2)
         assert await said(fresh, "pid") != pid

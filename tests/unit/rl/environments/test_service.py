@@ -162,7 +162,7 @@ async def refused(answer) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("response", "kind", "reason"),
     [
-        ({"text": "hello"}, "error", "/reset was answered with no JSON"),
+        ({"text": "hello"}, "error", "the answer to /reset is not JSON"),
         ({"text": "[1]"}, "error", "the answer is [1], expected an object"),
         ({"text": '{"messages": [{"role": "user", "content": "a"}]}'}, "error", "'session' is None, expected a text"),
         ({"text": '{"messages": "a"}'}, "error", "'messages' is 'a'"),

@@ -170,7 +170,7 @@ def test_an_environment_that_fails_is_refused(check):
 
 def test_a_perfect_agent_without_messages_is_refused(check):
     _, problems = check("weak.py:Unsure")
-    assert_rejection(ConfigError(problems), "environment-fails", "perfect gave no messages", key="data.environment")
+    assert_rejection(ConfigError(problems), "environment-fails", "perfect returned no messages", key="data.environment")
 
 
 def test_a_perfect_agent_that_earns_nothing_is_the_environments_fault_and_no_cheat_is_paid(check):

@@ -60,4 +60,6 @@ class SandboxClient:
         except (HTTPError, *MALFORMED) as error:
             reason = one_line(f"{type(error).__name__}: {error}")
             remedy = "start it there with `python -m posttrain.sandbox.serve`, or correct sandbox.address"
-            raise SandboxUnavailable(f"no answer of the sandbox service at {self._url} ({reason}): {remedy}") from error
+            raise SandboxUnavailable(
+                f"no answer from the sandbox service at {self._url} ({reason}): {remedy}"
+            ) from error

@@ -92,7 +92,7 @@ class Program:
 
     def __post_init__(self) -> None:
         if bool(self.source) == bool(self.argv):
-            raise ValueError("a program is a Python source or a command")
+            raise ValueError("a program is either Python source or a command")
         for name in self.files:
             path = PurePosixPath(name)
             if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:

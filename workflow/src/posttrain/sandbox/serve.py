@@ -56,7 +56,7 @@ async def _serve(arguments: argparse.Namespace, secret: str) -> None:
         await web.TCPSite(runner, arguments.host, arguments.port).start()
     except OSError as error:
         value = f"{arguments.port} on {arguments.host} ({os.strerror(error.errno or 0)})"
-        remedy = "choose another port, or end what listens there"
+        remedy = "choose another port, or stop the process that listens there"
         raise ConfigError([Problem("port-in-use", "--port", value, "a free port", remedy)]) from error
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -50,7 +50,7 @@ def _only_with(secret: str) -> Any:
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         if hmac.compare_digest(request.headers.get("Authorization", "").encode(errors="surrogateescape"), wanted):
             return await handler(request)
-        refusal = _refusal(401, "the secret is not shown")
+        refusal = _refusal(401, "the request lacks the secret")
         refusal.force_close()
         return refusal
 

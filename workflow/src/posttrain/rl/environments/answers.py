@@ -42,7 +42,7 @@ def start_of(content: Mapping[str, Any]) -> Start:
     """
     messages = _messages(content, ROLES)
     if not messages:
-        raise ValueError("reset gave no messages")
+        raise ValueError("reset returned no messages")
     return Start(messages, tools_of(content.get("tools")))
 
 
@@ -84,7 +84,7 @@ def actions_of(content: Mapping[str, Any]) -> tuple[Message, ...]:
     """
     messages = _messages(content, ("assistant",))
     if not messages:
-        raise ValueError("perfect gave no messages")
+        raise ValueError("perfect returned no messages")
     return messages
 
 

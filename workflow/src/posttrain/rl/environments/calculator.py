@@ -50,11 +50,11 @@ class Calculator:
         """Ask the row's prompt.
 
         Raises:
-            ValueError: The label is no number.
+            ValueError: The label is not a number.
         """
         label = _number_of(str(row["label"]))
         if label is None:
-            raise ValueError(f"the label {row['label']!r:.80} is no number")
+            raise ValueError(f"the label {row['label']!r:.80} is not a number")
         self._label = label
         return [dict(message) for message in row["messages"]], [TOOL]
 

@@ -49,7 +49,7 @@ class HttpCalls:
         try:
             return parse_json(content)
         except ValueError as error:
-            raise EnvironmentFailure("error", f"{path} was answered with no JSON: {error}") from error
+            raise EnvironmentFailure("error", f"the answer to {path} is not JSON: {error}") from error
 
     async def ask(self, path: str, body: Any, statuses: Sequence[int] = (200,)) -> tuple[int, bytes]:
         """Return the status and the content that a request is answered with.
@@ -65,7 +65,7 @@ class HttpCalls:
         try:
             content = json.dumps(body, allow_nan=False).encode()
         except (TypeError, ValueError, RecursionError) as error:
-            raise EnvironmentFailure("error", f"what {path} is given is no JSON: {error}") from error
+            raise EnvironmentFailure("error", f"the request to {path} is not JSON: {error}") from error
         try:
             async with asyncio.timeout(self._deadline):
                 return await self._ask(path, content, statuses)

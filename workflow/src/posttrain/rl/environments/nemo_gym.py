@@ -49,7 +49,7 @@ class NemoGymEnvironment:
         """See `Environment`."""
         given = row.get(PARAMETERS)
         if not isinstance(given, Mapping):
-            raise EnvironmentFailure("error", f"the row has no {PARAMETERS}, by which NeMo Gym's rows are known")
+            raise EnvironmentFailure("error", f"the row has no {PARAMETERS}, so it is not a row of NeMo Gym")
         self._row = {name: value for name, value in row.items() if name != "messages"}
         start = start_of({"messages": list(_messages_of(given)), "tools": _tools_of(given)})
         self._tools = {tool["function"]["name"] for tool in start.tools or ()}
@@ -93,7 +93,7 @@ class NemoGymEnvironment:
         if name not in self._tools:
             return f"error: there is no function {name!r:.80}"
         if not isinstance(arguments, dict):
-            return "error: the arguments are no JSON object"
+            return "error: the arguments are not a JSON object"
         _, content = await self._calls.ask(f"/{name}", arguments, (200, *AGENTS_ERRORS))
         self._check_session()
         return content.decode(errors="replace")
@@ -101,7 +101,7 @@ class NemoGymEnvironment:
     def _check_session(self) -> None:
         """Raise `EnvironmentFailure` if the server has begun another session, or is another process."""
         if _session_of(self._calls.cookies) != self._session:
-            raise EnvironmentFailure("crash", "the server has lost the session, and begun another one")
+            raise EnvironmentFailure("crash", "the server lost the session and began another one")
         if not self._alive.is_open:
             raise EnvironmentFailure("crash", "the server has closed its connections; its sessions may be lost")
 
@@ -154,7 +154,7 @@ def _messages_of(given: Mapping[str, Any]) -> Iterator[Message]:
             content = "".join(part["text"] for part in content)
         role = item.get("role")
         if role is None or not isinstance(content, str):
-            raise EnvironmentFailure("error", f"an item of {PARAMETERS}.input is no message with a text")
+            raise EnvironmentFailure("error", f"an item of {PARAMETERS}.input is not a text message")
         yield {"role": "system" if role == "developer" else role, "content": content}
 
 

@@ -112,7 +112,7 @@ class OpenEnvEnvironment:
         if function["name"] != ACT:
             return {"failure": f"there is no function {function['name']!r:.80}; call {ACT}"}
         if not isinstance(function["arguments"], dict):
-            return {"failure": "the arguments are no JSON object"}
+            return {"failure": "the arguments are not a JSON object"}
         return await self._ask("step", function["arguments"])
 
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,7 +131,7 @@ class OpenEnvEnvironment:
                 return {"text": text, "done": given.get("done"), "reward": given.get("reward")}
             reason, code = one_line(json.dumps(given.get("errors") or given.get("message")))[:1000], given.get("code")
         except (ValueError, TypeError, LookupError, AttributeError) as error:
-            raise EnvironmentFailure("error", f"{kind} was answered with no observation: {error}") from error
+            raise EnvironmentFailure("error", f"the answer to {kind} is not an observation: {error}") from error
         if code in AGENTS_ERRORS:
             return {"failure": reason}
         raise EnvironmentFailure("error", f"{kind}: {code}: {reason}")

@@ -58,7 +58,7 @@ class Environment(Protocol):
 
         Args:
             action: The agent's message, with "tool_calls" if it has called functions: `{"id", "type": "function",
-                "function": {"name", "arguments": object}}` each; "arguments" is the text if it is no JSON object.
+                "function": {"name", "arguments": object}}` each; "arguments" is the text if it is not a JSON object.
 
         Returns:
             New messages for the agent, whether the episode has ended, and perhaps this turn's reward, which is added

@@ -104,7 +104,7 @@ class EnvironmentServer:
     async def _session(self, body: dict[str, Any]) -> AsyncIterator[PooledEnvironment]:
         session = self._sessions.get(str(body["session"]))
         if session is None:
-            raise EnvironmentFailure("crash", "the service has no such session; it was restarted, or has closed it")
+            raise EnvironmentFailure("crash", "the service has no such session: it was restarted or closed the session")
         async with session.turn:
             session.last_call = time.monotonic()
             yield session.environment
@@ -143,12 +143,16 @@ def main(words: list[str]) -> None:
     """Serve an environment until the process is ended."""
     parser = argparse.ArgumentParser(prog="posttrain.rl.environments.serve", description="Serve an environment.")
     parser.add_argument("environment", help=f"path.py:Class, or one of {', '.join(BUILT_IN)}")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0: all of this machine's")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all addresses of this machine"
+    )
     parser.add_argument("--port", type=int, default=8400)
     parser.add_argument("--num-workers", type=int, default=2, help="processes")
     parser.add_argument("--memory-gib", type=float, default=4.0, help="memory limit of each")
     parser.add_argument("--deadline-seconds", type=float, default=60.0, help="time limit of a call")
-    parser.add_argument("--idle-seconds", type=float, default=3600.0, help="a session without a call so long is closed")
+    parser.add_argument(
+        "--idle-seconds", type=float, default=3600.0, help="close a session that had no call for so long"
+    )
     given = parser.parse_args(words)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)

@@ -33,7 +33,7 @@ from posttrain.rl.reward.job import reason_of
 from posttrain.rl.reward.own import load_module
 from posttrain.rl.reward.process_state import MAX_KEPT_FILES
 
-NO_MEMORY = "the process had no memory left"
+NO_MEMORY = "the process ran out of memory"
 # Plain methods that run at the same time, and the stack of each.
 MAX_THREADS, STACK_BYTES = 64, 4 << 20
 _THREADS = "environment"
@@ -113,7 +113,7 @@ class Host:
         try:
             reply = frame_of({"id": request["id"], "answer": await self._call(request)}, _plain)
             if len(reply) > MAX_ANSWER_BYTES:
-                raise ValueError(f"an answer of {len(reply)} bytes; at most {MAX_ANSWER_BYTES} are read")
+                raise ValueError(f"an answer of {len(reply)} bytes exceeds the limit of {MAX_ANSWER_BYTES}")
         except MemoryError:
             left, reply = "no memory", frame_of({"id": request["id"], "failure": ["crash", NO_MEMORY]})
         except asyncio.CancelledError:
@@ -230,7 +230,7 @@ def _plain(value: Any) -> Any:
     """
     if hasattr(value, "item"):
         return value.item()
-    raise TypeError(f"{type(value).__name__} is not a type of JSON")
+    raise TypeError(f"{type(value).__name__} is not a JSON type")
 
 
 def _num_files() -> int:

@@ -130,7 +130,7 @@ class WorkerProcess:
         try:
             frame = frame_of({"id": number, "instance": instance, "method": method, "argument": argument})
         except (TypeError, ValueError, RecursionError) as error:
-            raise EnvironmentFailure("error", f"what {method} is given is no JSON: {error}") from error
+            raise EnvironmentFailure("error", f"the argument of {method} is not JSON: {error}") from error
         self._writer.write(frame)
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         if method != "cancel":
@@ -192,7 +192,7 @@ class WorkerProcess:
         except (asyncio.IncompleteReadError, ConnectionError):
             reason = await self._how_it_ended()
         except (ValueError, TypeError, KeyError):
-            reason = "its process sent what is no answer"
+            reason = "its process sent an invalid answer"
         finally:
             writer.close()
         self.end(reason)
