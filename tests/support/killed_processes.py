@@ -36,6 +36,8 @@ MOST_SECONDS = 3.0
 # Most kills wait for the first step of an attempt, which takes much longer to start on a busy machine.
 EARLY_SHARE = 0.2
 START = "start"
+# A sandbox is there for a tenth of a second, between turns.
+APPEAR_SECONDS = 2.0
 # What asks a dead engine gives up after 1.4 seconds.
 RESTART_SECONDS = 4.0
 # A process that follows a dead one ends at once; a busy machine may take longer.
@@ -121,8 +123,13 @@ class KilledTraining:
             self._check_nothing_is_left()
 
     def _kill_one(self, ranks: Sequence[ForkedProgram], phase: str) -> None:
-        living = self._victims(ranks)
-        target = self._chance.choice(sorted(living))
+        """Kill a process of the target that was killed least, which may have to appear; else of another one."""
+        least = min(self.kills[target] for target in self._targets)
+        wanted = self._chance.choice([target for target in self._targets if self.kills[target] == least])
+        until = time.monotonic() + APPEAR_SECONDS
+        while wanted not in (living := self._victims(ranks)) and time.monotonic() < until:
+            time.sleep(0.005)
+        target = wanted if wanted in living else self._chance.choice(sorted(living))
         with contextlib.suppress(psutil.NoSuchProcess):
             self._chance.choice(living[target]).kill()
             self.kills[target] += 1
@@ -219,5 +226,8 @@ def processes_in(folder: Path) -> Mapping[int, list[str]]:
 def _kind(process: psutil.Process) -> str:
     with contextlib.suppress(psutil.NoSuchProcess):
         line = process.cmdline()
-        return next((kind for kind, word in STARTED.items() if any(part.endswith(word) for part in line[:6])), "")
+        kind = next((kind for kind, word in STARTED.items() if any(part.endswith(word) for part in line[:6])), "")
+        # bubblewrap starts itself again as the first process inside, whose end is the program's.
+        parent = process.parent()
+        return "" if kind == SANDBOX and parent and _kind(parent) == SANDBOX else kind
     return ""
