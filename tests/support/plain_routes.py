@@ -31,8 +31,7 @@ def share_of_others(folder: Path, groups: Sequence[TrajectoryGroup]) -> float:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     others = places = 0
     for sample in (sample for group in groups for sample in group.trajectories):
-        routes = sample.routes
-        assert routes
+        (routes,) = sample.routes
         told = np.memmap(routes.file, routes.dtype, "r", routes.offset, routes.shape)
         tokens = torch.tensor([sample.tokens])[:, :-1]
         with torch.no_grad(), watched_routers(model) as seen:

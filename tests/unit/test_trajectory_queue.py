@@ -143,25 +143,49 @@ def test_longest_first_saves_time(max_staleness: int, most: float) -> None:
     assert longest_first < most * in_order, f"{longest_first / in_order:.2f}"
 
 
+@pytest.mark.parametrize("max_staleness", [1, 4])
+def test_short_groups_are_not_left_behind(max_staleness: int) -> None:
+    """Each update adds positions with longer responses; the shortest ones of earlier batches start before them."""
+    draw, num_steps, size = random.Random(0), 200, 8
+    lengths = [draw.lognormvariate(0, 1) for _ in range(size * num_steps)]
+    queue = TrajectoryQueue(size, max_staleness, num_steps, expected_length=lengths.__getitem__)
+    now, running, step = 0.0, list[tuple[float, int]](), 0
+    while step < num_steps:
+        while len(running) < 4 and (position := queue.start()) is not None:
+            heapq.heappush(running, (now + lengths[position], position))
+        now, position = heapq.heappop(running)
+        queue.add_ready(position, queue.version)
+        while step < num_steps and (chosen := queue.choose(step)) is not None:
+            assert all(step - position // size <= max_staleness + 2 for position in chosen)
+            queue.take(step, chosen)
+            step = queue.version = step + 1
+            assert len(queue.done[1]) <= (max_staleness + 2) * size
+
+
 def test_a_run_that_resumes_without_lengths_leaves_no_position_out() -> None:
     """Longest first, trained positions have gaps between them; another attempt starts what lies in the gaps."""
-    draw = random.Random(0)
-    lengths = [draw.lognormvariate(0, 1) for _ in range(B * STEPS)]
-    trained = list[int]()
-    done: tuple[int, list[int]] = (0, [])
-    for first, last, expected in ((0, 3, lengths.__getitem__), (3, STEPS, None)):
-        queue = TrajectoryQueue(B, 2, STEPS, first, done, expected_length=expected)
-        for step in range(first, last):
-            queue.version = step
-            while (chosen := queue.choose(step)) is None:
-                position = queue.start()
-                assert position is not None
-                queue.add_ready(position, step)
-            queue.take(step, chosen)
-            trained += chosen
-        done = queue.done
-        assert bool(done[1]) == (last < STEPS)
-    assert sorted(trained) == list(range(B * STEPS))
+    has_gaps = False
+    for seed in range(10):
+        draw, trained, done = random.Random(seed), list[int](), (0, list[int]())
+        lengths = [draw.lognormvariate(0, 1) for _ in range(B * STEPS)]
+        for first, last, expected in ((0, 2, lengths.__getitem__), (2, STEPS, None)):
+            queue, running = (
+                TrajectoryQueue(B, 2, STEPS, first, done, expected_length=expected),
+                list[tuple[int, int]](),
+            )
+            for step in range(first, last):
+                queue.version = step
+                while (chosen := queue.choose(step)) is None:
+                    while (position := queue.start()) is not None:
+                        running.append((position, step))
+                    queue.add_ready(*running.pop(draw.randrange(len(running))))
+                queue.take(step, chosen)
+                trained += chosen
+            done = queue.done
+            has_gaps |= bool(done[1])
+        assert sorted(trained) == list(range(B * STEPS))
+        assert done == (B * STEPS, [])
+    assert has_gaps
 
 
 def test_the_bound_is_reached() -> None:

@@ -50,8 +50,11 @@ def mine(tmp_path: Path):
     return run
 
 
+WITH_ALL_RULES = ("download.torch_dist_folder=somewhere", "data.environment=calculator", "data.reward=environment")
+
+
 def test_every_rule_is_listed_with_a_line_of_its_own(tmp_path: Path) -> None:
-    code, output = forked_snakemake(tmp_path, "--list", "--config", "set=download.torch_dist_folder=somewhere")
+    code, output = forked_snakemake(tmp_path, "--list", "--config", f"set={' '.join(WITH_ALL_RULES)}")
     assert code == 0
     listed = dict(re.findall(r"^(\w+) \((.{10,})\)$", output, re.MULTILINE))
     assert listed.keys() == RULES.keys()

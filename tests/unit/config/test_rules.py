@@ -81,6 +81,7 @@ VIOLATIONS = (
     ("glm5", "parallel.expert_model_parallel_size=1", ["parallel.expert_tensor_parallel_size"]),
     ("glm5", f"{LAST}=17", [LAST]),
     ("glm5", f"{FIRST}=19", [LAST]),
+    ("glm5", f"parallel.pipeline_model_parallel_size=1 {FIRST}=60 {LAST}=18", [LAST]),
     # 61 layers do not divide by three; stages of GLM-5.2 begin with a layer that chooses keys, unlike layer 20.
     ("glm5", f"{LAST}=0 {FIRST}=17", [FIRST]),
     ("glm5.2", f"{LAST}=0 {FIRST}=20", [FIRST]),

@@ -152,12 +152,22 @@ class TrajectoryQueue:
             if self._next not in self._waiting and self.is_open(self._next):
                 self._startable.append(self._next)
             self._next += 1
-        longest = max(self._startable, key=self._expected_length) if self._expected_length else self._startable[0]
+        longest = self._longest_of_batch() if self._expected_length else self._startable[0]
         self._startable.remove(longest)
         self._waiting[longest] = self.version
         self._of_version[self.version].num_waiting += 1
         self._num_running += 1
         return longest
+
+    def _longest_of_batch(self) -> int:
+        """Return the startable position with the longest expected response, of the first batch that has any.
+
+        Across batches the shortest groups would never start, because each update adds longer ones.
+        """
+        assert self._expected_length
+        batch = self._startable[0] // self._batch_size
+        of_batch = [place for place in self._startable[: self._batch_size] if place // self._batch_size == batch]
+        return max(of_batch, key=self._expected_length)
 
     def add_ready(self, position: int, oldest_version: int) -> None:
         """Note that a group is ready: one that was started, or one that an earlier attempt has stored."""

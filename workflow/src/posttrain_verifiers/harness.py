@@ -63,9 +63,11 @@ class ChatHarness(NullHarness):
             messages = first_messages(*self.resolve_prompt(data))
             while True:
                 asked = client.chat.completions.create(model=ctx.model, messages=messages, tools=tools or omit)
-                message = (await asked).choices[0].message
+                choice = (await asked).choices[0]
+                message = choice.message
                 messages.append(message.model_dump(exclude_none=True))
-                if not message.tool_calls:
+                # A limit has cut the response, so that its last call may be half of one.
+                if choice.finish_reason == "length" or not message.tool_calls:
                     break
                 messages += [await _result(call, dispatch, call_tool, gate) for call in message.tool_calls]
         return ProgramResult(exit_code=0, stdout="", stderr="")

@@ -8,7 +8,7 @@ from posttrain.plan.timing.step_time import step_durations
 SHARED_STORAGE = 20e9
 
 
-# Runs with tokens of older weights may not draft.
+KEEP = "algorithm.preset=tis rollout.max_staleness=1 rollout.on_new_weights=keep engine.mtp_steps=0 engine.own_nodes=16"
 TAIL = "algorithm.preset=tis rollout.max_staleness=1 rollout.tail_fraction=0.5 rollout.on_new_weights=abort"
 
 
@@ -28,7 +28,18 @@ def test_the_step_stands_with_and_without_speculation(resolved, drafts):
 
 @pytest.mark.parametrize(
     ("model", "words"),
-    [("tiny", ""), ("qwen3_4b", ""), ("glm5", "hardware.kernels.speculative=false"), ("glm5", TAIL)],
+    [("tiny", ""), ("qwen3_4b", ""), ("glm5", "hardware.kernels.speculative=false")],
 )
 def test_nothing_is_said_where_no_engine_drafts(resolved, model, words):
     assert speculation_part(resolved(model, set=words).config, SHARED_STORAGE) is None
+
+
+def test_nothing_is_said_where_no_engine_may_draft(resolved):
+    config = resolved("glm5", nodes=32, set=f"{KEEP} engine.num_engines=1").config
+    assert speculation_part(config, SHARED_STORAGE) is None
+
+
+def test_a_run_that_holds_no_requests_may_draft(resolved):
+    """While engines get new weights, nothing is in flight; with recompute and keep something is."""
+    part = speculation_part(resolved("glm5", set=TAIL).config, SHARED_STORAGE)
+    assert part["with"]["step"] < part["without"]["step"]

@@ -13,7 +13,7 @@ from tests.support.workflow_runs import ROOT
 from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
 from posttrain.config.load import merge
 from posttrain.errors import ConfigError
-from posttrain.rl.evaluation.cheats import CHEATS
+from posttrain.rl.evaluation.cheats import CHEATS, _holds
 from posttrain.rl.evaluation.environment_check import (
     OTHER_LABEL,
     REPLAY,
@@ -122,6 +122,38 @@ def test_no_file_of_the_workflows_folder_is_changed(
     assert check("Right", ["write_file"], where=str(workflow)).problems == []
     assert {(workflow / name).read_text() for name in ("test_mine.py", "reward.txt")} == {"mine"}
     assert (workflow / "score.txt").read_text() == "1"
+
+
+@pytest.mark.parametrize("place", ["behind a link", "below"])
+def test_no_file_is_changed_behind_a_link_or_below_the_workflows_folder(
+    check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """A shell's own name of the folder is that of the link; a test of the user's may lie in a folder of it."""
+    workflow, link = tmp_path / "workflow", tmp_path / "link"
+    where = workflow / "mine" if place == "below" else workflow
+    where.mkdir(parents=True)
+    link.symlink_to(workflow)
+    (where / "test_mine.py").write_text("mine")
+    monkeypatch.chdir(link)
+    monkeypatch.setenv("PWD", str(link))
+    assert_right(check("Right", ["shell", "python"], where=str(where)))
+    assert [path.name for path in where.iterdir()] == ["test_mine.py"]
+    assert (where / "test_mine.py").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("text", "label", "holds"),
+    [
+        ('{"stdout": "", "exit_code": 0}', "0", False),
+        ('{"found": false}', "false", False),
+        ('{"label": 0}', "0", True),
+        ('{"stdout": "42"}', "42", True),
+        ("not it\n42\n", "42", True),
+        ("142", "42", False),
+    ],
+)
+def test_a_status_is_no_label(text: str, label: str, holds: bool) -> None:
+    assert _holds(text, label) is holds
 
 
 def test_every_cheat_has_a_case() -> None:

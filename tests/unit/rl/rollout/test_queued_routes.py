@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from tests.support.scripted_engines import DIGIT, RoutedEngine, layout_of_tiny, 
 from tests.support.scripted_environments import ScriptedEnvironments
 
 from posttrain.rl.batching.stored_routes import open_routes
+from posttrain.rl.rollout import rollout_store
 from posttrain.rl.rollout.generator import TrajectoryGenerator
 from posttrain.rl.rollout.queue_store import QueueStore
 from posttrain.types import Trajectory, TrajectoryGroup
@@ -104,3 +107,28 @@ def test_routes_without_their_group_are_deleted_and_damaged_ones_are_named(
     second.write_bytes(content)
     with rejected("rollout-invalid", second.name):
         list(store.read_groups())
+
+
+def test_a_step_takes_routes_where_nothing_can_be_linked_and_reads_none(
+    play: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are copied then. A group of this attempt is not read again to check it: a step has gigabytes."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EPERM, "no links here")
+
+    def read(_: object) -> None:
+        raise AssertionError("routes are read")
+
+    engine, step = RoutedEngine(), tmp_path / "rollouts/step_000000"
+
+    async def story(generator: TrajectoryGenerator, store: QueueStore) -> None:
+        await generator.begin(0)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "link", refuse)
+            patch.setattr(rollout_store, "open_routes", read)
+            groups = (await generator.collect(0)).groups
+        for one in (trajectory for group in groups for trajectory in group.trajectories):
+            check_routes(engine, one, step)
+
+    play(story, engine, **REPLAY)

@@ -121,7 +121,8 @@ def _stages(config: Config) -> Problems:
             remedy = "leave it out, or raise parallel.pipeline_model_parallel_size"
             allowed = "1 with one stage: only chunks of several stages can interleave"
             yield Problem("chunks-of-one-stage", chunks_key, str(chunks), allowed, remedy)
-        if size not in (0, num_layers):
+        both = (parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage)
+        if sorted(both) not in ([0, 0], [0, num_layers]):
             allowed = f"0, or all {num_layers} layers, in the only stage"
             yield Problem("stage-is-only-stage", key, str(size), allowed, "leave it out, or give the number of stages")
         return

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from posttrain.config.derived import is_off_policy, uses_engines
+from posttrain.config.queue_rules import HOLDING
 from posttrain.config.schema import Config
 from posttrain.plan.timing.decoding import accepted_tokens, running_share, speculation_gain
 from posttrain.plan.timing.rates import MOST_SPECULATION_GAIN
@@ -19,7 +20,7 @@ SHOWN = {"all requests": 0.0, "half of the longest response": 0.5, "the last req
 
 
 def speculation_part(config: Config, shared_storage: float) -> dict[str, Any] | None:
-    """Return the gain of speculation for `plan.json`; None if no engine can draft, or may (`max_staleness` above 0).
+    """Return the gain of speculation for `plan.json`; None if no engine can draft, or may (`config.queue_rules`).
 
     Args:
         config: The resolved configuration.
@@ -32,7 +33,7 @@ def speculation_part(config: Config, shared_storage: float) -> dict[str, Any] | 
     """
     has_drafts = config.model.architecture.num_nextn_predict_layers and config.hardware.kernels.speculative
     if (
-        is_off_policy(config)
+        (is_off_policy(config) and config.rollout.on_new_weights in HOLDING)
         or not (has_drafts and uses_engines(config))
         or config.hardware.device == "cpu"
         or config.engine.kind != "sglang"

@@ -44,7 +44,8 @@ _MENTIONED = re.compile(r"(?<![\w./-])[\w-]+(?:/[\w-]+)*\.[a-z]{2,4}\b")
 _PYTHON = """
 import glob, os
 files, patterns, content, workflow = {files!r}, {patterns!r}, {content!r}, {workflow!r}
-if not (os.path.isdir(workflow) and workflow.startswith(os.path.join(os.getcwd(), ""))):
+here = os.path.join(os.path.realpath(os.getcwd()), "")
+if not (os.path.isdir(workflow) and (workflow.startswith(here) or here.startswith(workflow))):
     files.update((name, content) for pattern in patterns for name in glob.glob(pattern))
     for name, text in files.items():
         os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
@@ -114,7 +115,7 @@ def _writing(start: Start, files: Mapping[str, str], patterns: Sequence[str] = (
         content: Content of those.
     """
     free = {name: text for name, text in files.items() if not Path(name).exists()}
-    workflow = os.path.join(os.getcwd(), "")
+    workflow = os.path.join(os.path.realpath(os.getcwd()), "")
     python = _PYTHON.format(files=free, patterns=patterns, content=content, workflow=workflow)
     given = [{"path": name, "content": text} for name, text in free.items()]
     wanted = [call for one in given for call in calls_with(start, one, WRITING)]
@@ -132,14 +133,16 @@ def _shell(files: Mapping[str, str], patterns: Sequence[str], content: str, work
     if patterns:
         write = f'if [ -f "$name" ]; then printf %s {shlex.quote(content)} > "$name"; fi'
         lines.append(f"for name in {' '.join(patterns)}; do {write}; done")
-    is_elsewhere = f'[ ! -d {place} ] || case {place} in "$(pwd)"/*) false;; esac'
-    return "\n".join([f"if {is_elsewhere}; then", *lines, "fi"])
+    is_above = f'case {place} in "$here"*) true;; *) false;; esac'
+    is_below = f'case "$here" in {place}*) true;; *) false;; esac'
+    is_elsewhere = f"[ ! -d {place} ] || ! {{ {is_above} || {is_below}; }}"
+    return "\n".join(["here=$(pwd -P)", "here=${here%/}/", f"if {is_elsewhere}; then", *lines, "fi"])
 
 
 def _with_mentioned(start: Start, names: Sequence[str], words: Sequence[str]) -> list[str]:
     """Return file names, after those that the environment mentions and that contain one of some words."""
     text = json.dumps([start.messages, start.tools]).replace("\\n", " ")
-    mentioned = [name for name in _MENTIONED.findall(text) if any(word in name.lower() for word in words)]
+    mentioned = [name for name in _MENTIONED.findall(text) if _is_named(name, words)]
     return list(dict.fromkeys([*mentioned, *names]))
 
 
@@ -176,16 +179,22 @@ def _reads_label(start: Start, row: Prompt) -> Agent | None:
 
 
 def _holds(text: str, label: str) -> bool:
-    """Return whether a line of a text is the label, or a value in JSON is."""
+    """Return whether a line of a text is the label, or a value in JSON that may be one, unlike the exit code 0."""
     for line in (text, *text.splitlines()):
         try:
             found = json.loads(line)
         except ValueError:
             found = line.strip()
-        values = found.values() if isinstance(found, dict) else [found]
+        values = [found]
+        if isinstance(found, dict):
+            values = [value for key, value in found.items() if isinstance(value, str) or _is_named(key, LABEL_WORDS)]
         if label in map(label_text, [*values, line]):
             return True
     return False
+
+
+def _is_named(name: str, words: Sequence[str]) -> bool:
+    return any(word in name.lower() for word in words)
 
 
 def _calls_all(start: Start, row: Prompt) -> Agent:

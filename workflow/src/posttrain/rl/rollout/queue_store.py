@@ -18,8 +18,9 @@ from pathlib import Path
 import numpy as np
 
 from posttrain import store
+from posttrain.checkpoint.staging.file_placement import copy_plainly, hard_link
 from posttrain.errors import CheckpointError
-from posttrain.rl.rollout.rollout_store import RolloutStore, with_routes_in, write_routes
+from posttrain.rl.rollout.rollout_store import RolloutStore, check_routes, with_routes_in, write_routes
 from posttrain.types import Routes, TrajectoryGroup
 
 # Ending of a group's file of expert routes.
@@ -56,7 +57,9 @@ class QueueStore(RolloutStore):
                 path.unlink()
         for path in sorted(self._queue.glob("group_*.json")):
             try:
-                yield with_routes_in(TrajectoryGroup.from_dict(store.read_json(path)), self._queue)
+                group = with_routes_in(TrajectoryGroup.from_dict(store.read_json(path)), self._queue)
+                check_routes(group)
+                yield group
             except (ValueError, KeyError, TypeError, CheckpointError) as error:
                 words = f"{path}: not a group ({error}); delete it and run again"
                 raise CheckpointError("rollout-invalid", words) from error
@@ -85,14 +88,13 @@ class QueueStore(RolloutStore):
         return taken
 
     def _link_routes(self, group: TrajectoryGroup, folder: Path) -> TrajectoryGroup:
-        """Return a group whose routes are also in a folder: a second name, because a step's routes take gigabytes."""
+        """Return a group whose routes are also in a folder: linked, because a step's routes take gigabytes."""
         routes = self._group(group.position).with_suffix(ROUTES)
         if not any(trajectory.routes for trajectory in group.trajectories):
             return group
         folder.mkdir(parents=True, exist_ok=True)
-        linked = folder / routes.name
-        linked.unlink(missing_ok=True)  # of an attempt that was killed before it took the group
-        linked.hardlink_to(routes)
+        if not hard_link(routes, folder / routes.name):
+            copy_plainly(routes, folder / routes.name)
         return with_routes_in(group, folder)
 
     def read_done(self, finished: int) -> tuple[int, list[int]]:

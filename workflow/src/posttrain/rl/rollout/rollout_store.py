@@ -43,8 +43,10 @@ class RolloutStore:
         if not path.exists():
             return None
         try:
-            groups = [TrajectoryGroup.from_dict(row) for row in store.read_json(path)]
-            return [with_routes_in(group, path.parent) for group in groups]
+            groups = [with_routes_in(TrajectoryGroup.from_dict(row), path.parent) for row in store.read_json(path)]
+            for group in groups:
+                check_routes(group)
+            return groups
         except (ValueError, KeyError, TypeError, CheckpointError) as error:
             raise CheckpointError(
                 "rollout-invalid", f"{path}: not a rollout ({error}); delete it and run again"
@@ -113,21 +115,22 @@ def _section(path: Path, offset: int, row: np.ndarray) -> Routes:
 
 
 def with_routes_in(group: TrajectoryGroup, folder: Path) -> TrajectoryGroup:
-    """Return a group whose routes are in a folder: a run's folder may have moved, and a group moves in it.
+    """Return a group whose routes are in a folder: a run's folder may have moved, and a group moves in it."""
+
+    def moved(routes: Routes) -> Routes:
+        return dataclasses.replace(routes, file=str(folder / Path(routes.file).name))
+
+    trajectories = (dataclasses.replace(one, routes=tuple(map(moved, one.routes))) for one in group.trajectories)
+    return dataclasses.replace(group, trajectories=tuple(trajectories))
+
+
+def check_routes(group: TrajectoryGroup) -> None:
+    """Check that a group's routes are those that were written.
 
     Raises:
         ValueError: A file is damaged.
         CheckpointError: A file is missing or truncated.
     """
-    moved = [
-        dataclasses.replace(one, routes=tuple(_looked_at(routes, folder) for routes in one.routes))
-        for one in group.trajectories
-    ]
-    return dataclasses.replace(group, trajectories=tuple(moved))
-
-
-def _looked_at(routes: Routes, folder: Path) -> Routes:
-    routes = dataclasses.replace(routes, file=str(folder / Path(routes.file).name))
-    if xxhash.xxh3_64_hexdigest(open_routes(routes).data) != routes.digest:
-        raise ValueError(f"{routes.file} is damaged")
-    return routes
+    for routes in (routes for trajectory in group.trajectories for routes in trajectory.routes):
+        if xxhash.xxh3_64_hexdigest(open_routes(routes).data) != routes.digest:
+            raise ValueError(f"{routes.file} is damaged")
