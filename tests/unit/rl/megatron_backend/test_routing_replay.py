@@ -50,7 +50,7 @@ class ToldGrpo(IndependentGrpo):
 
     def __init__(self, model, samples):
         self._routers = ToldRouters(model)
-        self._routes = {s.tokens: read(s.routes) for s in samples}
+        self._routes = {s.tokens: read(*s.routes) for s in samples}
         super().__init__(model, SETTINGS)
 
     def _distributions(self, tokens, mask) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 from collections.abc import Callable
@@ -95,6 +96,8 @@ def test_routes_without_their_group_are_deleted_and_damaged_ones_are_named(
         await generator.collect(0)
         await generator.resume(1)
         await generator.collect(1)
+        while len([*queue.glob("group_*.json")]) < 2:  # engines run ahead
+            await asyncio.sleep(0.01)
 
     play(story, engine, **REPLAY)
     store = QueueStore(tmp_path / "rollouts")

@@ -25,7 +25,8 @@ def run_of(calls: list[str], finished: int, is_due_at_start: bool, max_staleness
     engine, hardware = SimpleNamespace(sleep="never", own_nodes=0), SimpleNamespace(device="cpu")
     training = SimpleNamespace(objective="rl")
     config = SimpleNamespace(rollout=rollout, training=training, engine=engine, hardware=hardware)
-    return SimpleNamespace(**parts, config=config, evaluation=None, is_rank0=False, turns=None, clock=PhaseClock)
+    return SimpleNamespace(**parts, config=config, evaluation=None, is_rank0=False, turns=None, clock=PhaseClock,
+                           _pause_seconds=0.0)  # fmt: skip
 
 
 @pytest.mark.parametrize(("max_staleness", "proofs"), [(0, ["prove"]), (1, [])])
