@@ -158,12 +158,15 @@ def make_publishers(
 def test_every_token_has_the_version_of_the_weights_that_computed_it(run: Run, transport: str, mode: str) -> None:
     run.publish(transport)
     prompts, running = random_prompts(NUM_RESPONSES, TINY_QWEN3.vocab_size), list[Future[Sampled]]()
-    for _ in range(NUM_PUBLISHES):
+    num_met = 0
+    while num_met < NUM_PUBLISHES:
         if all(task.done() for task in running):
             samples = (sample_to_its_end(run.client, prompt, LENGTH, 1000 * len(running)) for prompt in prompts)
             running += [run.loop.start(sample) for sample in samples]
         time.sleep(0.05)
-        assert run.client.num_in_flight, "a publish meets running requests"
+        if not run.client.num_in_flight:  # all have just ended; a publish has to meet running requests
+            continue
+        num_met += 1
         run.loop.run(run.client.pause(mode))
         run.publishers[transport].reverify()
         run.publish(transport)
