@@ -6,6 +6,9 @@
     glm4_moe      GQA with bias and partly rotated heads, QK norm or not, router as above      GLM-4.5 and 4.7, Air
     qwen3         GQA with QK norm, dense MLPs, embedding tied or not                          Qwen3
     qwen3_moe     GQA with QK norm, softmax router without bias, no shared expert              Qwen3-30B-A3B
+    qwen3_5       gated delta nets, each fourth layer GQA with QK norm and output gate,        Qwen3.5-0.8B to 27B
+                  norms around 1, dense MLPs, vision tower, MTP layer
+    qwen3_5_moe   the same with experts and a gated shared expert                              Qwen3.5-35B-A3B to 397B
 
 Sources: the configuration and modelling files of each family in huggingface/transformers, src/transformers/models/.
 """
@@ -42,6 +45,10 @@ _EXPERTS = ("moe_intermediate_size", "n_routed_experts", "num_experts_per_tok")
 _GLM_EXPERTS = (*_EXPERTS, "routed_scaling_factor")
 _GLM_COUNTS = ("first_k_dense_replace", "n_shared_experts", "num_nextn_predict_layers")
 _SHARED_INDEXER = ("index_topk_freq", "index_skip_topk_offset")
+_DELTA_NET = (
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    *("linear_conv_kernel_dim", "full_attention_interval", "partial_rotary_factor"),
+)
 _DEEPSEEK = ("q_lora_rank", "n_group", "topk_group", "rope_scaling")
 
 
@@ -56,6 +63,8 @@ class Family:
         router_bias: The router has a correction bias per expert.
         always_qk_norm: Queries and keys are normalised in every model of the family.
         indexer_interleaved: The indexer rotates pairs of neighbours instead of halves.
+        zero_centered_norms: The weight of a norm is its distance from 1, except in gated delta nets.
+        gated_attention: Attention's output is multiplied by a gate that the query projection yields, too.
     """
 
     hub_class: str
@@ -64,6 +73,8 @@ class Family:
     router_bias: bool = False
     always_qk_norm: bool = False
     indexer_interleaved: bool = True
+    zero_centered_norms: bool = False
+    gated_attention: bool = False
 
 
 FAMILIES = {
@@ -88,6 +99,22 @@ FAMILIES = {
     ),
     "qwen3": Family("Qwen3ForCausalLM", _GQA, ("tie_word_embeddings",), always_qk_norm=True),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", (*_GQA, *_EXPERTS), ("tie_word_embeddings",), always_qk_norm=True),
+    "qwen3_5": Family(
+        "Qwen3_5ForConditionalGeneration",
+        (*_GQA, *_DELTA_NET),
+        ("tie_word_embeddings", "num_nextn_predict_layers", "vision"),
+        always_qk_norm=True,
+        zero_centered_norms=True,
+        gated_attention=True,
+    ),
+    "qwen3_5_moe": Family(
+        "Qwen3_5MoeForConditionalGeneration",
+        (*_GQA, *_DELTA_NET, *_EXPERTS, "shared_expert_intermediate_size"),
+        ("tie_word_embeddings", "num_nextn_predict_layers", "vision"),
+        always_qk_norm=True,
+        zero_centered_norms=True,
+        gated_attention=True,
+    ),
 }
 
 
@@ -111,6 +138,18 @@ def dimensions(arch: Architecture) -> dict[str, Any]:
     known = {*_COMMON, *family.needs, *family.may}
     unnamed = {f.name for f in dataclasses.fields(arch) if f.metadata.get("unnamed", ...) == getattr(arch, f.name)}
     return {name: value for name, value in dataclasses.asdict(arch).items() if name in known - unnamed}
+
+
+def is_delta_net(arch: Architecture, layer: int) -> bool:
+    """Return whether a decoder layer is a gated delta net; MTP layers, numbered after them, attend."""
+    interval = arch.full_attention_interval
+    return interval > 0 and layer < arch.num_hidden_layers and (layer + 1) % interval != 0
+
+
+@functools.lru_cache(maxsize=256)
+def num_attention_layers(arch: Architecture) -> int:
+    """Return the number of decoder layers that attend, and so have a KV cache."""
+    return sum(not is_delta_net(arch, layer) for layer in range(arch.num_hidden_layers))
 
 
 def chooses_keys(arch: Architecture, layer: int) -> bool:

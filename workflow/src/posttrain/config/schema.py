@@ -73,6 +73,21 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class VisionTower:
+    """Dimensions of a vision tower, whose weights are kept as they are and carried along: runs train on text."""
+
+    depth: int = _doc("Blocks of the tower; 0: the model has none", 0, minimum=0)
+    hidden_size: int = _doc("Width of the tower", 0, minimum=0)
+    intermediate_size: int = _doc("Width of a block's MLP", 0, minimum=0)
+    num_heads: int = _doc("Attention heads of a block", 0, minimum=0)
+    in_channels: int = _doc("Colour channels of an image", 3, minimum=1)
+    patch_size: int = _doc("Side of a patch in pixels", 16, minimum=1)
+    temporal_patch_size: int = _doc("Frames in a patch", 2, minimum=1)
+    spatial_merge_size: int = _doc("Side of the square of patches that become one token", 2, minimum=1)
+    num_position_embeddings: int = _doc("Learned positions", 0, minimum=0)
+
+
+@dataclass(frozen=True)
 class Architecture:
     """Dimensions of the model under their names in `config.json`, which they are checked against.
 
@@ -80,7 +95,11 @@ class Architecture:
     """
 
     model_type: str = _doc(
-        "Architecture family", choices=("glm_moe_dsa", "deepseek_v3", "deepseek_v32", "glm4_moe", "qwen3", "qwen3_moe")
+        "Architecture family",
+        choices=(
+            *("glm_moe_dsa", "deepseek_v3", "deepseek_v32", "glm4_moe", "qwen3", "qwen3_moe"),
+            *("qwen3_5", "qwen3_5_moe"),
+        ),
     )
     vocab_size: int = _doc("Vocabulary", minimum=1)
     hidden_size: int = _doc("Width of the residual stream", minimum=1)
@@ -90,6 +109,9 @@ class Architecture:
     moe_intermediate_size: int = _doc("Width of one expert", 0, minimum=0)
     n_routed_experts: int = _doc("Routed experts per MoE layer (Qwen3-MoE spells it num_experts)", 0, minimum=0)
     n_shared_experts: int = _doc("Shared experts per MoE layer", 0, minimum=0)
+    shared_expert_intermediate_size: int = _doc(
+        "Width of the shared expert, whose output has a gate of its own (Qwen3.5-MoE)", 0, minimum=0
+    )
     num_experts_per_tok: int = _doc("Experts per token", 0, minimum=0)
     routed_scaling_factor: float = _doc("Factor on the routed experts' weights (sigmoid routers)", 0.0, minimum=0)
     n_group: int = _doc("Groups of experts; a token first chooses some of them (DeepSeek-V3)", 1, minimum=1, unnamed=1)
@@ -97,9 +119,21 @@ class Architecture:
     num_attention_heads: int = _doc("Attention heads", minimum=1)
     num_key_value_heads: int = _doc("Heads of key and value, each shared by a group of query heads (GQA)", 0, minimum=0)
     head_dim: int = _doc("Head width (GQA)", 0, minimum=0)
-    partial_rotary_factor: float = _doc("Share of each head that is rotated (GLM-4-MoE)", 0.0, minimum=0, maximum=1)
+    partial_rotary_factor: float = _doc(
+        "Share of each head that is rotated (GLM-4-MoE, Qwen3.5)", 0.0, minimum=0, maximum=1
+    )
     attention_bias: bool = _doc("Query, key and value projections have a bias (GLM-4-MoE)", False)
     use_qk_norm: bool = _doc("Queries and keys are normalised (GLM-4-MoE; Qwen3 always does)", False)
+    full_attention_interval: int = _doc(
+        "Every n-th layer attends, and the others are gated delta nets (Qwen3.5: 4); 0: all layers attend",
+        0,
+        minimum=0,
+    )
+    linear_num_key_heads: int = _doc("Heads of query and key (gated delta net)", 0, minimum=0)
+    linear_num_value_heads: int = _doc("Heads of value, output gate and decay (gated delta net)", 0, minimum=0)
+    linear_key_head_dim: int = _doc("Width of a query or key head (gated delta net)", 0, minimum=0)
+    linear_value_head_dim: int = _doc("Width of a value head (gated delta net)", 0, minimum=0)
+    linear_conv_kernel_dim: int = _doc("Tokens that the causal convolution sees (gated delta net)", 0, minimum=0)
     q_lora_rank: int = _doc("Rank of the query latent (MLA); 0: queries have no latent (Moonlight)", 0, minimum=0)
     kv_lora_rank: int = _doc("Rank of the key-value latent (MLA)", 0, minimum=0)
     qk_nope_head_dim: int = _doc("Head width without position (MLA)", 0, minimum=0)
@@ -125,6 +159,9 @@ class Architecture:
     rope_theta: float = _doc("Base of the rotary embedding", exclusive_minimum=0)
     rope_scaling: RopeScaling = field(
         default_factory=RopeScaling, metadata={"doc": "Scaled positions (YaRN)", "unnamed": RopeScaling()}
+    )
+    vision: VisionTower = field(
+        default_factory=VisionTower, metadata={"doc": "Vision tower (Qwen3.5)", "unnamed": VisionTower()}
     )
     rms_norm_eps: float = _doc("Epsilon of the layers' RMSNorm", exclusive_minimum=0)
     max_position_embeddings: int = _doc("Longest position that the model supports", minimum=1)
