@@ -32,7 +32,6 @@ _COMMON = (
     "vocab_size",
     "hidden_size",
     "num_hidden_layers",
-    "intermediate_size",
     "num_attention_heads",
     "rope_theta",
     "rms_norm_eps",
@@ -40,6 +39,7 @@ _COMMON = (
 )
 _MLA = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _GQA = ("num_key_value_heads", "head_dim")
+_MLP = ("intermediate_size",)
 _INDEXER = ("q_lora_rank", "index_n_heads", "index_head_dim", "index_topk")
 _EXPERTS = ("moe_intermediate_size", "n_routed_experts", "num_experts_per_tok")
 _GLM_EXPERTS = (*_EXPERTS, "routed_scaling_factor")
@@ -79,29 +79,34 @@ class Family:
 
 FAMILIES = {
     "glm_moe_dsa": Family(
-        "GlmMoeDsaForCausalLM", (*_MLA, *_INDEXER, *_GLM_EXPERTS), (*_GLM_COUNTS, *_SHARED_INDEXER), router_bias=True
+        "GlmMoeDsaForCausalLM",
+        (*_MLP, *_MLA, *_INDEXER, *_GLM_EXPERTS),
+        (*_GLM_COUNTS, *_SHARED_INDEXER),
+        router_bias=True,
     ),
     "deepseek_v3": Family(
-        "DeepseekV3ForCausalLM", (*_MLA, *_GLM_EXPERTS), (*_GLM_COUNTS, *_DEEPSEEK), router_bias=True
+        "DeepseekV3ForCausalLM", (*_MLP, *_MLA, *_GLM_EXPERTS), (*_GLM_COUNTS, *_DEEPSEEK), router_bias=True
     ),
     "deepseek_v32": Family(
         "DeepseekV32ForCausalLM",
-        (*_MLA, *_INDEXER, *_GLM_EXPERTS),
+        (*_MLP, *_MLA, *_INDEXER, *_GLM_EXPERTS),
         (*_GLM_COUNTS, *_DEEPSEEK),
         router_bias=True,
         indexer_interleaved=False,
     ),
     "glm4_moe": Family(
         "Glm4MoeForCausalLM",
-        (*_GQA, *_GLM_EXPERTS, "partial_rotary_factor"),
+        (*_MLP, *_GQA, *_GLM_EXPERTS, "partial_rotary_factor"),
         (*_GLM_COUNTS, "attention_bias", "use_qk_norm"),
         router_bias=True,
     ),
-    "qwen3": Family("Qwen3ForCausalLM", _GQA, ("tie_word_embeddings",), always_qk_norm=True),
-    "qwen3_moe": Family("Qwen3MoeForCausalLM", (*_GQA, *_EXPERTS), ("tie_word_embeddings",), always_qk_norm=True),
+    "qwen3": Family("Qwen3ForCausalLM", (*_MLP, *_GQA), ("tie_word_embeddings",), always_qk_norm=True),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM", (*_MLP, *_GQA, *_EXPERTS), ("tie_word_embeddings",), always_qk_norm=True
+    ),
     "qwen3_5": Family(
         "Qwen3_5ForConditionalGeneration",
-        (*_GQA, *_DELTA_NET),
+        (*_MLP, *_GQA, *_DELTA_NET),
         ("tie_word_embeddings", "num_nextn_predict_layers", "vision"),
         always_qk_norm=True,
         zero_centered_norms=True,

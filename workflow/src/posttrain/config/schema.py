@@ -105,7 +105,7 @@ class Architecture:
     hidden_size: int = _doc("Width of the residual stream", minimum=1)
     num_hidden_layers: int = _doc("Decoder layers, without the MTP layer", minimum=1)
     first_k_dense_replace: int = _doc("Leading layers with a dense MLP", 0, minimum=0)
-    intermediate_size: int = _doc("Width of the dense MLP", minimum=1)
+    intermediate_size: int = _doc("Width of the dense MLP", 0, minimum=0)
     moe_intermediate_size: int = _doc("Width of one expert", 0, minimum=0)
     n_routed_experts: int = _doc("Routed experts per MoE layer (Qwen3-MoE spells it num_experts)", 0, minimum=0)
     n_shared_experts: int = _doc("Shared experts per MoE layer", 0, minimum=0)
