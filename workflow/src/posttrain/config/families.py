@@ -65,6 +65,7 @@ class Family:
         indexer_interleaved: The indexer rotates pairs of neighbours instead of halves.
         zero_centered_norms: The weight of a norm is its distance from 1, except in gated delta nets.
         gated_attention: Attention's output is multiplied by a gate that the query projection yields, too.
+        text_prefix: How names of the decoder's tensors begin on the Hub.
     """
 
     hub_class: str
@@ -75,6 +76,7 @@ class Family:
     indexer_interleaved: bool = True
     zero_centered_norms: bool = False
     gated_attention: bool = False
+    text_prefix: str = "model."
 
 
 FAMILIES = {
@@ -111,6 +113,7 @@ FAMILIES = {
         always_qk_norm=True,
         zero_centered_norms=True,
         gated_attention=True,
+        text_prefix="model.language_model.",
     ),
     "qwen3_5_moe": Family(
         "Qwen3_5MoeForConditionalGeneration",
@@ -119,6 +122,7 @@ FAMILIES = {
         always_qk_norm=True,
         zero_centered_norms=True,
         gated_attention=True,
+        text_prefix="model.language_model.",
     ),
 }
 
