@@ -28,6 +28,7 @@ from posttrain.config.reward import Reward
 from posttrain.config.rollout import Rollout
 from posttrain.config.sandbox import SandboxSettings
 from posttrain.config.stage import Stage
+from posttrain.config.vision import VisionTower
 from posttrain.document import _doc
 from posttrain.rl.algorithm.settings import Algorithm
 
@@ -70,21 +71,6 @@ class RopeScaling:
     mscale_all_dim: float = _doc(
         "How much whole queries and keys grow with the logarithm of the factor, in the softmax's scale", 0.0, minimum=0
     )
-
-
-@dataclass(frozen=True)
-class VisionTower:
-    """Dimensions of a vision tower, whose weights are kept as they are and carried along: runs train on text."""
-
-    depth: int = _doc("Blocks of the tower; 0: the model has none", 0, minimum=0)
-    hidden_size: int = _doc("Width of the tower", 0, minimum=0)
-    intermediate_size: int = _doc("Width of a block's MLP", 0, minimum=0)
-    num_heads: int = _doc("Attention heads of a block", 0, minimum=0)
-    in_channels: int = _doc("Colour channels of an image", 3, minimum=1)
-    patch_size: int = _doc("Side of a patch in pixels", 16, minimum=1)
-    temporal_patch_size: int = _doc("Frames in a patch", 2, minimum=1)
-    spatial_merge_size: int = _doc("Side of the square of patches that become one token", 2, minimum=1)
-    num_position_embeddings: int = _doc("Learned positions", 0, minimum=0)
 
 
 @dataclass(frozen=True)
