@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from posttrain.config.families import dimensions, family_of
-from posttrain.config.schema import Architecture, RopeScaling
+from posttrain.config.schema import Architecture, RopeScaling, VisionTower
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -98,6 +98,33 @@ TINY_GLM4_MOE = dataclasses.replace(
     attention_bias=True,
     num_nextn_predict_layers=1,
 )
+# As Qwen3.5: gated delta nets, each second layer attends, an MTP layer and a vision tower.
+TINY_QWEN3_5 = dataclasses.replace(
+    TINY_QWEN3,
+    model_type="qwen3_5",
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    full_attention_interval=2,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=16,
+    linear_value_head_dim=24,
+    linear_conv_kernel_dim=4,
+    partial_rotary_factor=0.5,
+    num_nextn_predict_layers=1,
+    vision=VisionTower(depth=2, hidden_size=32, intermediate_size=48, num_heads=2, num_position_embeddings=16),
+)
+TINY_QWEN3_5_MOE = dataclasses.replace(
+    TINY_QWEN3_5,
+    model_type="qwen3_5_moe",
+    intermediate_size=0,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
+    shared_expert_intermediate_size=48,
+    tie_word_embeddings=False,
+)
+QWEN3_5 = {arch.model_type: arch for arch in (TINY_QWEN3_5, TINY_QWEN3_5_MOE)}
 TINY_QWEN3_UNTIED = dataclasses.replace(TINY_QWEN3, tie_word_embeddings=False)
 # One of each family that checkpoints are converted of.
 FAMILIES = {arch.model_type: arch for arch in (TINY, TINY_DEEPSEEK, TINY_GLM4_MOE, TINY_QWEN3, TINY_QWEN3_MOE)}
@@ -127,13 +154,15 @@ def make_random_checkpoint(
 
 
 def random_tensors(architecture: Architecture, seed: int) -> dict[str, torch.Tensor]:
-    """Return tensors under the Hub's names: BF16, the router's bias FP32."""
+    """Return tensors under the Hub's names: BF16, router biases, decays and norms of delta nets FP32."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, shape in _hub_shapes(architecture).items():
         is_norm = "norm" in name and name.endswith("weight")
-        value = torch.randn(shape, generator=generator) * 0.05 + float(is_norm)
-        tensors[name] = value if name.endswith("e_score_correction_bias") else value.bfloat16()
+        is_around_0 = family_of(architecture).zero_centered_norms and not name.endswith("linear_attn.norm.weight")
+        value = torch.randn(shape, generator=generator) * 0.05 + float(is_norm and not is_around_0)
+        is_wide = name.endswith(("e_score_correction_bias", "linear_attn.A_log", "linear_attn.norm.weight"))
+        tensors[name] = value if is_wide else value.bfloat16()
     return tensors
 
 
@@ -179,12 +208,31 @@ def _hub_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
             continue
         shapes |= _per_expert(name, tuple(tensor.shape))
     width = architecture.hidden_size
+    if apart := family_of(architecture).mtp_prefix:
+        return _with_mtp_apart(shapes, architecture, apart)
     for layer in range(layers, layers + num_mtp):
         prefix = f"model.layers.{layer}."
         shapes |= {f"{prefix}{norm}.weight": (width,) for norm in ("enorm", "hnorm", "shared_head.norm")}
         shapes[f"{prefix}eh_proj.weight"] = (width, 2 * width)
     is_mtp = {name: name.startswith("model.layers.") and int(name.split(".")[2]) >= layers for name in shapes}
     return dict(sorted(shapes.items(), key=lambda item: is_mtp[item[0]]))
+
+
+def _with_mtp_apart(
+    shapes: Mapping[str, tuple[int, ...]], architecture: Architecture, apart: str
+) -> dict[str, tuple[int, ...]]:
+    """Rename the last layers, which attend, to MTP layers with names apart from the decoder's."""
+    layers, num_mtp = architecture.num_hidden_layers, architecture.num_nextn_predict_layers
+    prefix, width = f"{family_of(architecture).text_prefix}layers.", architecture.hidden_size
+    spelled = {f"{prefix}{layers + i}.": f"{apart}layers.{i}." for i in range(num_mtp)}
+    renamed = {}
+    for name, shape in shapes.items():
+        layer = name[: name.find(".", len(prefix)) + 1]
+        renamed[spelled.get(layer, layer) + name.removeprefix(layer)] = shape
+    if num_mtp:
+        renamed |= {f"{apart}{n}.weight": (width,) for n in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
+        renamed[f"{apart}fc.weight"] = (width, 2 * width)
+    return renamed
 
 
 def _per_expert(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
@@ -201,9 +249,10 @@ def _per_expert(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]
 
 
 def _transformers_model(architecture: Architecture, num_layers: int) -> torch.nn.Module:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    return AutoModelForCausalLM.from_config(transformers_config(architecture, num_layers))
+    auto = AutoModelForImageTextToText if architecture.vision.depth else AutoModelForCausalLM
+    return auto.from_config(transformers_config(architecture, num_layers))
 
 
 def transformers_config(architecture: Architecture, num_layers: int) -> PretrainedConfig:
@@ -212,6 +261,7 @@ def transformers_config(architecture: Architecture, num_layers: int) -> Pretrain
 
     values = dimensions(architecture) | {"num_hidden_layers": num_layers}
     model_type = values.pop("model_type")
+    vision = values.pop("vision", None)
     scaling = values.pop("rope_scaling", None)
     rope = {"rope_theta": values.pop("rope_theta"), "rope_type": "default"}
     if scaling:
@@ -220,13 +270,24 @@ def transformers_config(architecture: Architecture, num_layers: int) -> Pretrain
         values["q_lora_rank"] = None
     if "partial_rotary_factor" in values:
         rope["partial_rotary_factor"] = values.pop("partial_rotary_factor")
-    if model_type == "qwen3_moe":
+    if model_type in ("qwen3_moe", "qwen3_5_moe"):
         values["num_experts"] = values.pop("n_routed_experts")
     if architecture.kv_lora_rank:
         values["num_key_value_heads"] = architecture.num_attention_heads
+    if architecture.full_attention_interval:
+        interval, num_mtp = values.pop("full_attention_interval"), values.pop("num_nextn_predict_layers", 0)
+        decoder = architecture.num_hidden_layers
+        attends = [layer >= decoder or (layer + 1) % interval == 0 for layer in range(num_layers)]
+        values["layer_types"] = ["full_attention" if full else "linear_attention" for full in attends]
+        values["mtp_num_hidden_layers"] = num_mtp
     if architecture.n_routed_experts:
         values["norm_topk_prob"] = True
     if architecture.routed_scaling_factor:
         values = {"n_group": 1, "topk_group": 1, **values}
     common = {"rope_parameters": rope, "dtype": "bfloat16", "eos_token_id": 1, "pad_token_id": 1}
+    if vision:
+        values |= common
+        parts = {"text_config": values, "vision_config": {**vision, "out_hidden_size": architecture.hidden_size}}
+        tied = {"tie_word_embeddings": architecture.tie_word_embeddings, "dtype": "bfloat16"}
+        return AutoConfig.for_model(model_type, architectures=[family_of(architecture).hub_class], **parts, **tied)
     return AutoConfig.for_model(model_type, architectures=[family_of(architecture).hub_class], **values, **common)

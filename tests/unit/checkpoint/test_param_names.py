@@ -5,7 +5,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.support.tiny_checkpoint import ALL, TINY, TINY_MOONLIGHT, TINY_SHARING, TINY_V32, random_tensors
+from tests.support.tiny_checkpoint import (
+    ALL,
+    QWEN3_5,
+    TINY,
+    TINY_MOONLIGHT,
+    TINY_QWEN3_5,
+    TINY_SHARING,
+    TINY_V32,
+    random_tensors,
+)
 
 from posttrain.checkpoint.formats.safetensors_io import TensorSpec
 from posttrain.checkpoint.param_names import (
@@ -14,6 +23,8 @@ from posttrain.checkpoint.param_names import (
     by_key,
     compare_tensors,
     expected_tensors,
+    is_untrained,
+    mtp_layer_of,
     optional_copies,
     to_megatron,
 )
@@ -134,12 +145,58 @@ def test_the_full_table_takes_seconds():
 
 
 def test_every_tensor_of_the_full_model_is_covered_exactly_once(glm5):
-    for key, placements in by_key(glm5).items():
+    _check_cover(glm5)
+
+
+@pytest.mark.parametrize("arch", (ALL | QWEN3_5).values(), ids=ALL | QWEN3_5)
+def test_every_tensor_of_a_family_is_covered_exactly_once(arch):
+    _check_cover(arch)
+
+
+def _check_cover(arch):
+    for key, placements in by_key(arch).items():
         shape = placements[0].global_shape
         assert {placement.global_shape for placement in placements} == {shape}
         boxes = [box for placement in placements for box in placement.boxes]
         assert sum(math.prod(sizes) for _, sizes in boxes) == math.prod(shape)
         assert find_misfit(shape, boxes) == "", key
+
+
+def test_a_query_with_a_gate_alternates_by_head_on_the_hub_and_by_group_in_megatron():
+    arch = dataclasses.replace(
+        TINY_QWEN3_5, head_dim=2
+    )  # 4 heads in 2 groups: 8 rows of queries and gates, 2 + 2 after
+    query = by_hf_name(arch)["model.language_model.layers.1.self_attn.q_proj.weight"]
+    assert query.global_shape == (24, 64)
+    assert [(start, size) for (start, _), (size, _) in query.boxes] == [
+        *((0, 2), (4, 2), (2, 2), (6, 2)),
+        *((12, 2), (16, 2), (14, 2), (18, 2)),
+    ]
+
+
+def test_a_delta_nets_projections_are_joined_by_key_head():
+    arch = dataclasses.replace(TINY_QWEN3_5, linear_key_head_dim=3, linear_value_head_dim=5)
+    table = by_hf_name(arch)
+    layer = "model.language_model.layers.0.linear_attn."
+    # Two key heads with two value heads each: rows of query 3, key 3, value 10, gate 10, strength 2, decay 2.
+    joined = table[f"{layer}in_proj_qkv.weight"]
+    assert (joined.key, joined.global_shape) == ("decoder.layers.0.self_attention.in_proj.weight", (60, 64))
+    assert [(start, size) for (start, _), (size, _) in joined.boxes] == [
+        *((0, 3), (30, 3)),
+        *((3, 3), (33, 3)),
+        *((6, 10), (36, 10)),
+    ]
+    decay = table[f"{layer}in_proj_a.weight"]
+    assert [(start, size) for (start, _), (size, _) in decay.boxes] == [(28, 2), (58, 2)]
+    assert table[f"{layer}A_log"].spec == TensorSpec((4,), "F32")
+
+
+def test_what_the_trainer_never_holds():
+    arch = TINY_QWEN3_5
+    kept = {name for name in expected_tensors(arch) if is_untrained(arch, name)}
+    assert {name.partition(".")[0] for name in kept} == {"mtp", "model"}
+    assert len(kept) == sum(name.startswith(("mtp.", "model.visual.")) for name in expected_tensors(arch))
+    assert mtp_layer_of(arch, "mtp.fc.weight") == mtp_layer_of(arch, "mtp.layers.0.mlp.up_proj.weight") == 4
 
 
 def test_the_inverse_leads_back(glm5):
@@ -150,7 +207,7 @@ def test_the_inverse_leads_back(glm5):
     assert back == set(by_hf_name(glm5)) == set(expected_tensors(glm5))
 
 
-@pytest.mark.parametrize("arch", ALL.values(), ids=ALL)
+@pytest.mark.parametrize("arch", (ALL | QWEN3_5).values(), ids=ALL | QWEN3_5)
 def test_names_and_shapes_are_those_of_transformers(arch):
     found = {
         name: TensorSpec(tuple(tensor.shape), "F32" if tensor.dtype.itemsize == 4 else "BF16")

@@ -65,7 +65,8 @@ class Family:
         indexer_interleaved: The indexer rotates pairs of neighbours instead of halves.
         zero_centered_norms: The weight of a norm is its distance from 1, except in gated delta nets.
         gated_attention: Attention's output is multiplied by a gate that the query projection yields, too.
-        text_prefix: How names of the decoder's tensors begin on the Hub.
+        text_prefix: Start of the decoder's tensor names on the Hub.
+        mtp_prefix: The same of MTP layers; empty if they are numbered after the decoder's layers.
     """
 
     hub_class: str
@@ -77,6 +78,7 @@ class Family:
     zero_centered_norms: bool = False
     gated_attention: bool = False
     text_prefix: str = "model."
+    mtp_prefix: str = ""
 
 
 FAMILIES = {
@@ -114,6 +116,7 @@ FAMILIES = {
         zero_centered_norms=True,
         gated_attention=True,
         text_prefix="model.language_model.",
+        mtp_prefix="mtp.",
     ),
     "qwen3_5_moe": Family(
         "Qwen3_5MoeForConditionalGeneration",
@@ -123,6 +126,7 @@ FAMILIES = {
         zero_centered_norms=True,
         gated_attention=True,
         text_prefix="model.language_model.",
+        mtp_prefix="mtp.",
     ),
 }
 
@@ -186,6 +190,7 @@ def check_architecture(arch: Architecture) -> Iterator[Problem]:
     yield from _check_positions(arch)
     yield from _check_heads(arch)
     yield from _check_experts(arch)
+    yield from _check_delta_net(arch)
 
 
 def _check_size(arch: Architecture) -> Iterator[Problem]:
@@ -281,3 +286,14 @@ def _check_experts(arch: Architecture) -> Iterator[Problem]:
         yield Problem(
             "groups-too-small", f"{PREFIX}.topk_group", str(arch.topk_group), allowed, "take both from config.json"
         )
+
+
+def _check_delta_net(arch: Architecture) -> Iterator[Problem]:
+    keys, values = arch.linear_num_key_heads, arch.linear_num_value_heads
+    if keys and values % keys:
+        allowed, remedy = f"a multiple of {keys} (linear_num_key_heads)", "take both from config.json"
+        yield Problem("value-heads-share-keys", f"{PREFIX}.linear_num_value_heads", str(values), allowed, remedy)
+    if family_of(arch).mtp_prefix and arch.num_nextn_predict_layers > 1:
+        value, remedy = str(arch.num_nextn_predict_layers), "take it from config.json"
+        allowed = "0 or 1: several layers would share one projection and its norms"
+        yield Problem("mtp-layers-share-projection", f"{PREFIX}.num_nextn_predict_layers", value, allowed, remedy)

@@ -5,7 +5,8 @@ head width D,
 
     linear_qkv.weight  [G (N / G + 2) D, H]    group g: (N / G) D query rows, then D key rows and D value rows
 
-and likewise the bias. One Hub tensor is therefore G blocks of rows.
+and likewise the bias. One Hub tensor is therefore G blocks of rows. With an output gate (Qwen3.5), the gate's rows
+follow the query's (`delta_net.gated_query`).
 
 Letters: H hidden_size, N query heads, G key-value heads, D head width.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from posttrain.checkpoint.param_names.delta_net import gated_query
 from posttrain.checkpoint.param_names.placement import Placement, rows, whole
 from posttrain.config.families import chooses_keys, family_of
 from posttrain.config.schema import Architecture
@@ -72,11 +74,13 @@ def _grouped_projections(
 ) -> Iterator[Placement]:
     groups, head_dim = arch.num_key_value_heads, arch.head_dim
     query_rows = arch.num_attention_heads // groups * head_dim
-    group_rows = query_rows + 2 * head_dim
-    for name, first, num_rows in (
-        ("q_proj", 0, query_rows),
-        ("k_proj", query_rows, head_dim),
-        ("v_proj", query_rows + head_dim, head_dim),
-    ):
+    before_keys = query_rows * (2 if family_of(arch).gated_attention else 1)
+    group_rows = before_keys + 2 * head_dim
+    parts = [("k_proj", before_keys, head_dim), ("v_proj", before_keys + head_dim, head_dim)]
+    if family_of(arch).gated_attention:
+        yield gated_query(arch, hf, key, group_rows)
+    else:
+        parts.insert(0, ("q_proj", 0, query_rows))
+    for name, first, num_rows in parts:
         starts = tuple(range(first, groups * group_rows, group_rows))
         yield rows(f"{hf}{name}.{kind}", key, (groups * group_rows, *columns), starts, num_rows)

@@ -40,5 +40,8 @@ def experts(arch: Architecture, hf: str, key: str) -> Iterator[Placement]:
         yield expert_rows(f"{hf}experts.{e}.gate_proj.weight", *fc1, e, 0, inner)
         yield expert_rows(f"{hf}experts.{e}.up_proj.weight", *fc1, e, inner, inner)
         yield expert_rows(f"{hf}experts.{e}.down_proj.weight", *fc2, e, 0, width)
+    if inner_shared := arch.shared_expert_intermediate_size:
+        yield from mlp(width, inner_shared, f"{hf}shared_expert.", f"{key}shared_experts.")
+        yield whole(f"{hf}shared_expert_gate.weight", f"{key}shared_experts.gate_weight", (1, width))
     if arch.n_shared_experts:
         yield from mlp(width, arch.n_shared_experts * inner, f"{hf}shared_experts.", f"{key}shared_experts.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from posttrain.checkpoint.formats.safetensors_io import TensorSpec
@@ -58,8 +59,13 @@ def whole(hf_name: str, key: str, shape: Shape, dtype: str = "BF16") -> Placemen
 
 def rows(hf_name: str, key: str, shape: Shape, starts: tuple[int, ...], num_rows: int) -> Placement:
     """Return the placement of a tensor that consists of blocks of `num_rows` rows at `starts`."""
+    return blocks(hf_name, key, shape, [(start, num_rows) for start in starts])
+
+
+def blocks(hf_name: str, key: str, shape: Shape, spans: Iterable[tuple[int, int]]) -> Placement:
+    """Return the placement of a tensor that consists of blocks of rows, each given by its first row and its length."""
     columns = shape[1:]
-    boxes = tuple(((start, *(0 for _ in columns)), (num_rows, *columns)) for start in starts)
+    boxes = tuple(((start, *(0 for _ in columns)), (num_rows, *columns)) for start, num_rows in spans)
     return Placement(hf_name, key, "BF16", shape, boxes)
 
 

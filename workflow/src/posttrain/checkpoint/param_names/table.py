@@ -12,10 +12,15 @@ from functools import cache
 
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader, TensorSpec
 from posttrain.checkpoint.param_names.attention import grouped_attention, latent_attention
+from posttrain.checkpoint.param_names.delta_net import delta_net
 from posttrain.checkpoint.param_names.feed_forward import experts, mlp
 from posttrain.checkpoint.param_names.placement import Placement, whole
+from posttrain.checkpoint.param_names.vision import HF_VISION, vision_tower
+from posttrain.config.families import family_of, is_delta_net
 from posttrain.config.schema import Architecture
 from posttrain.errors import CheckpointError
+
+HEAD = "lm_head.weight"
 
 # ---- both directions ----
 
@@ -24,16 +29,17 @@ from posttrain.errors import CheckpointError
 def to_megatron(arch: Architecture) -> tuple[Placement, ...]:
     """Return the placement of every tensor of the checkpoint, from first to last layer, then MTP layers."""
     width, vocab, decoder_layers = arch.hidden_size, arch.vocab_size, arch.num_hidden_layers
-    table = [whole("model.embed_tokens.weight", "embedding.word_embeddings.weight", (vocab, width))]
+    hf = family_of(arch).text_prefix
+    table = [whole(embedding_name(arch), "embedding.word_embeddings.weight", (vocab, width))]
     for i in range(decoder_layers):
         is_moe = arch.n_routed_experts > 0 and i >= arch.first_k_dense_replace
-        table += _decoder_layer(arch, i, f"decoder.layers.{i}.", is_moe)
-    table.append(whole("model.norm.weight", "decoder.final_layernorm.weight", (width,)))
+        table += _decoder_layer(arch, i, f"{hf}layers.{i}.", f"decoder.layers.{i}.", is_moe)
+    table.append(whole(f"{hf}norm.weight", "decoder.final_layernorm.weight", (width,)))
     if not arch.tie_word_embeddings:
-        table.append(whole("lm_head.weight", "output_layer.weight", (vocab, width)))
+        table.append(whole(HEAD, "output_layer.weight", (vocab, width)))
     for i in range(arch.num_nextn_predict_layers):
         table += _mtp_layer(arch, decoder_layers + i, f"mtp.layers.{i}.")
-    return tuple(table)
+    return (*table, *vision_tower(arch))
 
 
 @cache
@@ -64,10 +70,12 @@ def optional_copies(arch: Architecture) -> dict[str, str]:
 
     MTP layers may have their own embedding and output matrix; a tied output matrix may be stored explicitly.
     """
-    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    embedding, head = embedding_name(arch), HEAD
     copies = {}
     if arch.tie_word_embeddings:
         copies[head], head = embedding, embedding
+    if family_of(arch).mtp_prefix:
+        return copies
     for i in range(arch.num_nextn_predict_layers):
         prefix = f"model.layers.{arch.num_hidden_layers + i}."
         copies[f"{prefix}embed_tokens.weight"] = embedding
@@ -76,10 +84,23 @@ def optional_copies(arch: Architecture) -> dict[str, str]:
 
 
 def mtp_layer_of(arch: Architecture, name: str) -> int:
-    """Return the layer number in a tensor's name if it is an MTP layer, after the decoder; otherwise 0."""
-    match = re.match(r"model\.layers\.(\d+)\.", name)
+    """Return the layer number of a tensor of an MTP layer, which follow the decoder's; otherwise 0."""
+    if (prefix := family_of(arch).mtp_prefix) and name.startswith(prefix):
+        match = re.match(re.escape(prefix) + r"layers\.(\d+)\.", name)
+        return arch.num_hidden_layers + (int(match[1]) if match else 0)
+    match = re.match(re.escape(family_of(arch).text_prefix) + r"layers\.(\d+)\.", name)
     layer = int(match[1]) if match else 0
     return layer if layer >= arch.num_hidden_layers else 0
+
+
+def is_untrained(arch: Architecture, name: str) -> bool:
+    """Return whether the trainer never holds a Hub tensor: MTP layers and the vision tower stay as they are."""
+    return bool(mtp_layer_of(arch, name)) or name.startswith(HF_VISION)
+
+
+def embedding_name(arch: Architecture) -> str:
+    """Return the Hub name of the embedding."""
+    return f"{family_of(arch).text_prefix}embed_tokens.weight"
 
 
 def compare_tensors(arch: Architecture, found: Mapping[str, TensorSpec]) -> list[str]:
@@ -121,16 +142,20 @@ def require_tensors(reader: CheckpointReader, arch: Architecture) -> None:
 # ---- the table ----
 
 
-def _decoder_layer(arch: Architecture, layer: int, key: str, is_moe: bool) -> Iterator[Placement]:
-    hf, width = f"model.layers.{layer}.", (arch.hidden_size,)
+def _decoder_layer(arch: Architecture, layer: int, hf: str, key: str, is_moe: bool) -> Iterator[Placement]:
+    width = (arch.hidden_size,)
     input_norm, mlp_norm = "input_layernorm.weight", "pre_mlp_layernorm.weight"
     places = f"{hf}self_attn.", f"{key}self_attention."
     if arch.kv_lora_rank:
         attention = latent_attention(arch, *places, layer)
     else:
-        attention = grouped_attention(arch, *places)
-        input_norm = "self_attention.linear_qkv.layer_norm_weight"
         mlp_norm = mlp_norm if is_moe else "mlp.linear_fc1.layer_norm_weight"
+        if is_delta_net(arch, layer):
+            attention = delta_net(arch, f"{hf}linear_attn.", places[1])
+            input_norm = "self_attention.in_proj.layer_norm_weight"
+        else:
+            attention = grouped_attention(arch, *places)
+            input_norm = "self_attention.linear_qkv.layer_norm_weight"
     yield whole(f"{hf}input_layernorm.weight", f"{key}{input_norm}", width)
     yield from attention
     yield whole(f"{hf}post_attention_layernorm.weight", f"{key}{mlp_norm}", width)
@@ -141,9 +166,16 @@ def _decoder_layer(arch: Architecture, layer: int, key: str, is_moe: bool) -> It
 
 
 def _mtp_layer(arch: Architecture, layer: int, key: str) -> Iterator[Placement]:
-    hf, width = f"model.layers.{layer}.", arch.hidden_size
-    yield whole(f"{hf}enorm.weight", f"{key}enorm.weight", (width,))
-    yield whole(f"{hf}hnorm.weight", f"{key}hnorm.weight", (width,))
-    yield whole(f"{hf}eh_proj.weight", f"{key}eh_proj.weight", (width, 2 * width))
-    yield from _decoder_layer(arch, layer, f"{key}transformer_layer.", is_moe=True)
-    yield whole(f"{hf}shared_head.norm.weight", f"{key}final_layernorm.weight", (width,))
+    """Yield an MTP layer: among the decoder's on the Hub, or apart and with other names (Qwen3.5)."""
+    width, inner = arch.hidden_size, f"{key}transformer_layer."
+    if apart := family_of(arch).mtp_prefix:
+        hf = f"{apart}layers.{layer - arch.num_hidden_layers}."
+        names = [f"{apart}{name}.weight" for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")]
+    else:
+        hf = f"{family_of(arch).text_prefix}layers.{layer}."
+        names = [f"{hf}{name}.weight" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm")]
+    yield whole(names[0], f"{key}enorm.weight", (width,))
+    yield whole(names[1], f"{key}hnorm.weight", (width,))
+    yield whole(names[2], f"{key}eh_proj.weight", (width, 2 * width))
+    yield from _decoder_layer(arch, layer, hf, inner, is_moe=arch.n_routed_experts > 0)
+    yield whole(names[3], f"{key}final_layernorm.weight", (width,))
