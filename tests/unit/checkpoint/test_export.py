@@ -8,7 +8,16 @@ from tests.support.anonymous_memory import growth_of_anonymous_memory
 from tests.support.exporting import export_in_parts
 from tests.support.folders_in_parts import make_folder
 from tests.support.rejections import rejected
-from tests.support.tiny_checkpoint import ALL, TINY, TINY_QWEN3, make_random_checkpoint, random_tensors, write_shards
+from tests.support.tiny_checkpoint import (
+    ALL,
+    QWEN3_5,
+    TINY,
+    TINY_QWEN3,
+    TINY_QWEN3_5,
+    make_random_checkpoint,
+    random_tensors,
+    write_shards,
+)
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint import save as torch_save
 
@@ -23,7 +32,7 @@ from posttrain.checkpoint.export import (
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader, read_header
 from posttrain.checkpoint.formats.torch_dist import Conversion
 from posttrain.checkpoint.formats.torch_dist_reader import TorchDistReader
-from posttrain.checkpoint.param_names import by_key, optional_copies
+from posttrain.checkpoint.param_names import KEY_VISION, by_key, optional_copies
 from posttrain.errors import CheckpointError
 from posttrain.store import Receipt, partial_of, receipt_of, write_receipt
 
@@ -77,12 +86,13 @@ def test_there_and_back_is_the_same_folder_byte_by_byte(tmp_path, origin, conver
     assert final_weights_sha256(folder) == final_weights_sha256(origin)
 
 
-@pytest.mark.parametrize("family", ALL)
+@pytest.mark.parametrize("family", ALL | QWEN3_5)
 def test_every_family_comes_back_bit_by_bit(tmp_path, family):
     """What was trained comes from the checkpoint, the rest from the origin; a tied output matrix is not written out."""
-    tensors = make_random_checkpoint(tmp_path / "hf", ALL[family], seed=5)
-    make_folder(Conversion(tmp_path / "hf", "s1", ALL[family]), tmp_path / "torch_dist")
-    exported = export_in_parts(tmp_path / "torch_dist", tmp_path / "hf", ALL[family], tmp_path / "back")
+    arch = (ALL | QWEN3_5)[family]
+    tensors = make_random_checkpoint(tmp_path / "hf", arch, seed=5)
+    make_folder(Conversion(tmp_path / "hf", "s1", arch), tmp_path / "torch_dist")
+    exported = export_in_parts(tmp_path / "torch_dist", tmp_path / "hf", arch, tmp_path / "back")
     back = CheckpointReader(exported)
     assert sorted(back.names) == sorted(tensors)
     assert all(torch.equal(back.tensor(name), tensor) for name, tensor in tensors.items())
@@ -207,6 +217,22 @@ def test_missing_weights_are_all_named(tmp_path, origin, converted):
     assert "decoder.layers.1.mlp.router.weight: missing" in str(error.value)
     assert "output_layer.weight: missing" in str(error.value)
     assert "mtp" not in str(error.value)
+
+
+def test_a_vision_tower_stays_as_it_was_and_half_of_one_is_refused(tmp_path):
+    tensors = make_random_checkpoint(tmp_path / "hf", TINY_QWEN3_5)
+    make_folder(Conversion(tmp_path / "hf", "s1", TINY_QWEN3_5), tmp_path / "torch_dist")
+    reader = TorchDistReader(tmp_path / "torch_dist")
+    values = {key: reader.read(key).float() * 1.5 for key in reader.keys if not key.startswith(("mtp.", KEY_VISION))}
+    after = CheckpointReader(
+        export_in_parts(save_training(tmp_path / "step", values), tmp_path / "hf", TINY_QWEN3_5, tmp_path / "back")
+    )
+    for name, before in tensors.items():
+        is_kept = name.startswith(("mtp.", "model.visual."))
+        assert torch.equal(after.tensor(name), before if is_kept else (before.float() * 1.5).to(before.dtype)), name
+    values[f"{KEY_VISION}merger.norm.weight"] = reader.read(f"{KEY_VISION}merger.norm.weight")
+    with rejected("not-exportable", f"{KEY_VISION}pos_embed.weight"):
+        open_trained(save_training(tmp_path / "half", values), tmp_path / "hf", TINY_QWEN3_5)
 
 
 def test_half_an_mtp_layer_is_refused(tmp_path, origin, converted):

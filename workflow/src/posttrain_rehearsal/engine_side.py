@@ -21,7 +21,7 @@ from posttrain.checkpoint.formats.as_transformers import hub_config
 from posttrain.checkpoint.formats.hf_config import fixed_values
 from posttrain.checkpoint.formats.safetensors_io import TensorSpec
 from posttrain.checkpoint.param_names import expected_tensors
-from posttrain.checkpoint.quantization.quantized_names import layer_of
+from posttrain.checkpoint.quantization.quantized_names import is_mtp
 from posttrain.cluster.processes import start_child
 from posttrain.config.command_line import CONFIG_DIR
 from posttrain.config.schema import Config
@@ -101,7 +101,7 @@ def sent_tensors(config: Config) -> Iterator[Sent]:
     """
     arch, served = config.model.architecture, served_format(config)
     for name, spec in expected_tensors(arch).items():
-        if (layer_of(name) or 0) >= arch.num_hidden_layers and not config.engine.mtp_steps:
+        if is_mtp(name, arch.num_hidden_layers) and not config.engine.mtp_steps:
             continue
         if served and served.selection.includes(name, spec.shape):
             yield from served.served_specs(name, spec).items()

@@ -1,5 +1,6 @@
 import json
 import math
+from fnmatch import fnmatch
 
 import numpy as np
 import pytest
@@ -8,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from tests.support.rejections import rejected
+from tests.support.tiny_checkpoint import TINY_QWEN3_5_MOE
 
 from posttrain.checkpoint.formats.safetensors_io import TensorSpec
+from posttrain.checkpoint.param_names import expected_tensors
 from posttrain.checkpoint.quantization import fp8, nvfp4
 from posttrain.checkpoint.quantization.calibration import Calibration
 from posttrain.checkpoint.quantization.fp8 import largest_magnitude
@@ -195,6 +198,17 @@ def test_everything_but_experts_is_excluded_by_pattern():
     assert excluded_modules(names, SELECTION) == always + tail
     kept = Selection(("experts",), num_layers=3, keep_last_layers=1, mtp=False)
     assert excluded_modules(names, kept) == [*always, tail[0], "model.layers.2.mlp.experts*", tail[1]]
+
+
+def test_of_qwen3_5_nothing_but_the_decoders_experts_is_quantized():
+    """Each excluded module is one that a pattern matches, and no pattern matches an expert."""
+    specs, selection = expected_tensors(TINY_QWEN3_5_MOE), Selection(("experts",), num_layers=4, mtp=False)
+    patterns = excluded_modules(specs, selection)
+    matched = {name for name in specs if any(fnmatch(name.removesuffix(".weight"), pattern) for pattern in patterns)}
+    matrices = {name for name, spec in specs.items() if len(spec.shape) == 2}
+    quantized = {name for name, spec in specs.items() if selection.includes(name, spec.shape)}
+    assert len(quantized) == 4 * 4 * 3
+    assert matrices - matched == quantized
 
 
 # ---- calibration ----

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.rejections import rejected
+from tests.support.tiny_checkpoint import TINY_QWEN3_5_MOE
 
 from posttrain.checkpoint.formats.safetensors_io import TensorSpec
 from posttrain.checkpoint.param_names import expected_tensors
@@ -40,6 +41,18 @@ def test_the_list_on_the_full_model(glm5):
         # MTP layer
         "unquantized": 3 + 79 * (2 + 2 + 3) + 76 * 2 + 4,
     }
+
+
+def test_the_list_on_qwen3_5():
+    """Layers 0 and 2 are delta nets, 1, 3 and the MTP layer attend; the tower of two blocks keeps its precision."""
+    specs = expected_tensors(TINY_QWEN3_5_MOE)
+    counts = counts_of(specs, Selection(num_layers=4))
+    kinds = {"attention": 3 * 4, "delta_net": 2 * 3, "experts": 5 * 4 * 3, "shared_experts": 5 * 3}
+    assert {kind: counts[kind] for kind in kinds} == kinds
+    assert counts == kinds | {"unquantized": len(specs) - sum(kinds.values())}
+    without = counts_of(specs, Selection(num_layers=4, mtp=False, keep_first_layers=1))
+    assert without["attention"] == 2 * 4
+    assert (without["delta_net"], without["experts"]) == (3, 3 * 4 * 3)
 
 
 def test_experts_alone_without_the_mtp_layer(glm5):

@@ -9,7 +9,7 @@ import torch
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from tests.support.rejections import rejected
-from tests.support.tiny_checkpoint import TINY, make_random_checkpoint, random_tensors
+from tests.support.tiny_checkpoint import TINY, TINY_QWEN3_5, make_random_checkpoint, random_tensors
 
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
 from posttrain.checkpoint.quantization.quantize import make_fp8
@@ -44,6 +44,17 @@ def test_what_is_not_trained_is_the_mtp_layer(folder, trained):
     sent = trained | dict(untrained(trained, folder, TINY.num_hidden_layers, drafts=True))
     assert sent.keys() == everything.keys()
     assert all(torch.equal(sent[name], tensor) for name, tensor in everything.items())
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_vision_tower_is_sent_to_engines_that_started_without_weights(tmp_path, drafts):
+    everything = make_random_checkpoint(tmp_path, TINY_QWEN3_5)
+    held = {name: tensor for name, tensor in everything.items() if not name.startswith(("mtp.", "model.visual."))}
+    sent = dict(untrained(held, tmp_path, TINY_QWEN3_5.num_hidden_layers, drafts))
+    assert {name.partition(".")[0] for name in sent} == ({"mtp", "model"} if drafts else {"model"})
+    expected = {name for name in everything.keys() - held.keys() if drafts or not name.startswith("mtp.")}
+    assert sent.keys() == expected
+    assert all(torch.equal(tensor, everything[name]) for name, tensor in sent.items())
 
 
 def test_what_is_missing_is_named(folder, trained):

@@ -36,6 +36,8 @@ from posttrain.checkpoint.formats.shard_writer import (
 )
 from posttrain.checkpoint.formats.torch_dist_reader import METADATA_NAME, TorchDistReader
 from posttrain.checkpoint.param_names import (
+    KEY_MTP,
+    KEY_VISION,
     Placement,
     by_hf_name,
     by_key,
@@ -127,11 +129,15 @@ def _wrong_shapes(trained: TorchDistReader, placements: Mapping[str, Placement])
 
 
 def _missing(found: Mapping[str, Placement | None], arch: Architecture) -> list[str]:
-    """Return the keys that the trainer's checkpoint lacks; MTP layers may be absent, but only as a whole."""
+    """Return the keys that the trainer's checkpoint lacks.
+
+    MTP layers and a vision tower may be absent, but each only as a whole.
+    """
     table = by_hf_name(arch)
-    absent = {table[name].key for name, place in found.items() if place is None}
-    mtp_keys = {key for key in by_key(arch) if key.startswith("mtp.")}
-    needed = absent - mtp_keys if mtp_keys <= absent else absent
+    needed = {table[name].key for name, place in found.items() if place is None}
+    for part in (KEY_MTP, KEY_VISION):
+        keys = {key for key in by_key(arch) if key.startswith(part)}
+        needed -= keys if keys <= needed else set()
     return [f"{key}: missing" for key in by_key(arch) if key in needed]
 
 

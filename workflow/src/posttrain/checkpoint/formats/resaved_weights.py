@@ -2,7 +2,7 @@
 
 - All experts of a layer in one tensor, as in transformers 5's memory: `mlp.experts.gate_up_proj` [E, 2F, H] and
   `mlp.experts.down_proj` [E, H, F]. Each expert is a consecutive range of rows, so splitting moves no value.
-- The router's bias in BF16 or FP16. Widening it to FP32 is exact.
+- The router's bias, and the decay and norm of a gated delta net, in BF16 or FP16. Widening them to FP32 is exact.
 
 The patched copy rewrites shards with such tensors, so that all its readers see one form.
 
@@ -25,8 +25,10 @@ from posttrain.checkpoint.staging.file_placement import HashingFile
 from posttrain.config.schema import Architecture
 from posttrain.store import FileRecord, RelativeName, write_atomic
 
-_STACK = re.compile(r"^(model\.layers\.\d+\.mlp\.experts)\.(gate_up|gate|up|down)_proj(?:\.weight)?$")
-_ROUTER_BIAS = ".mlp.gate.e_score_correction_bias"
+_STACK = re.compile(
+    r"^((?:model\.(?:language_model\.)?|mtp\.)layers\.\d+\.mlp\.experts)\.(gate_up|gate|up|down)_proj(?:\.weight)?$"
+)
+_WIDE = (".mlp.gate.e_score_correction_bias", ".linear_attn.A_log", ".linear_attn.norm.weight")
 _NARROW = ("BF16", "F16")
 # Name and form of a stored tensor -> names and forms of the tensors in it.
 Forms = Callable[[str, TensorSpec], dict[str, TensorSpec]]
@@ -34,7 +36,7 @@ Forms = Callable[[str, TensorSpec], dict[str, TensorSpec]]
 
 def published_forms(name: str, spec: TensorSpec, arch: Architecture) -> dict[str, TensorSpec]:
     """Return the tensors stacked in a stored tensor; itself if it is stored in the published form."""
-    if name.endswith(_ROUTER_BIAS) and spec.dtype in _NARROW:
+    if name.endswith(_WIDE) and spec.dtype in _NARROW:
         return {name: TensorSpec(spec.shape, "F32")}
     if not (match := _STACK.match(name)):
         return {name: spec}

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO
 
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
-from posttrain.checkpoint.param_names import optional_copies
+from posttrain.checkpoint.param_names import HEAD, embedding_name, optional_copies
 from posttrain.config.schema import Architecture
 from posttrain.errors import Problem
 
-HEAD, EMBEDDING, TIED = "lm_head.weight", "model.embed_tokens.weight", "tie_word_embeddings"
+TIED = "tie_word_embeddings"
 # How to treat copies that differ (`model.patch.copies`).
 REJECT, DROP, KEEP = "reject", "drop", "keep"
 _READ_BYTES = 8 << 20
@@ -32,7 +32,7 @@ def differing_copies(config: Mapping[str, Any], arch: Architecture, reader: Chec
         arch: Dimensions of the model.
         reader: The checkpoint.
     """
-    copies = optional_copies(arch) | ({HEAD: EMBEDDING} if config.get(TIED) else {})
+    copies = optional_copies(arch) | ({HEAD: embedding_name(arch)} if config.get(TIED) else {})
     there = {copy: copied for copy, copied in copies.items() if copy in reader and copied in reader}
     return {copy: copied for copy, copied in there.items() if not _is_equal(reader, copy, copied)}
 

@@ -12,19 +12,25 @@ check of a downloaded checkpoint use it.
 from posttrain.checkpoint.param_names.other_trainers import find_placement, newest_checkpoint
 from posttrain.checkpoint.param_names.placement import Placement
 from posttrain.checkpoint.param_names.table import (
+    HEAD,
+    KEY_MTP,
     by_hf_name,
     by_key,
     compare_tensors,
     embedding_name,
     expected_tensors,
-    is_untrained,
     mtp_layer_of,
     optional_copies,
     require_tensors,
     to_megatron,
 )
+from posttrain.checkpoint.param_names.vision import HF_VISION, KEY_VISION
 
 __all__ = [
+    "HEAD",
+    "HF_VISION",
+    "KEY_MTP",
+    "KEY_VISION",
     "Placement",
     "by_hf_name",
     "by_key",
@@ -32,7 +38,6 @@ __all__ = [
     "embedding_name",
     "expected_tensors",
     "find_placement",
-    "is_untrained",
     "mtp_layer_of",
     "newest_checkpoint",
     "optional_copies",

@@ -15,12 +15,12 @@ from posttrain.checkpoint.param_names.attention import grouped_attention, latent
 from posttrain.checkpoint.param_names.delta_net import delta_net
 from posttrain.checkpoint.param_names.feed_forward import experts, mlp
 from posttrain.checkpoint.param_names.placement import Placement, whole
-from posttrain.checkpoint.param_names.vision import HF_VISION, vision_tower
+from posttrain.checkpoint.param_names.vision import vision_tower
 from posttrain.config.families import family_of, is_delta_net
 from posttrain.config.schema import Architecture
 from posttrain.errors import CheckpointError
 
-HEAD = "lm_head.weight"
+HEAD, KEY_MTP = "lm_head.weight", "mtp."
 
 # ---- both directions ----
 
@@ -38,7 +38,7 @@ def to_megatron(arch: Architecture) -> tuple[Placement, ...]:
     if not arch.tie_word_embeddings:
         table.append(whole(HEAD, "output_layer.weight", (vocab, width)))
     for i in range(arch.num_nextn_predict_layers):
-        table += _mtp_layer(arch, decoder_layers + i, f"mtp.layers.{i}.")
+        table += _mtp_layer(arch, decoder_layers + i, f"{KEY_MTP}layers.{i}.")
     return (*table, *vision_tower(arch))
 
 
@@ -91,11 +91,6 @@ def mtp_layer_of(arch: Architecture, name: str) -> int:
     match = re.match(re.escape(family_of(arch).text_prefix) + r"layers\.(\d+)\.", name)
     layer = int(match[1]) if match else 0
     return layer if layer >= arch.num_hidden_layers else 0
-
-
-def is_untrained(arch: Architecture, name: str) -> bool:
-    """Return whether the trainer never holds a Hub tensor: MTP layers and the vision tower stay as they are."""
-    return bool(mtp_layer_of(arch, name)) or name.startswith(HF_VISION)
 
 
 def embedding_name(arch: Architecture) -> str:

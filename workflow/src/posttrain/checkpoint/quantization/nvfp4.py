@@ -49,6 +49,8 @@ SMALLEST_GROUP_SCALE = 2.0**-9
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 SCALE_SUFFIX, GLOBAL_SCALE_SUFFIX, INPUT_SCALE = "_scale", "_scale_2", "input_scale"
 QUANT_CONFIG_NAME = "hf_quant_config.json"
+# Parts of a checkpoint outside the decoder, which stay in BF16.
+_BF16_PARTS = ("model.visual.", "mtp.")
 
 
 @dataclass(frozen=True)
@@ -152,16 +154,21 @@ def _same_place_in_layer(hf_name: str, names: Iterable[str]) -> list[str]:
 
 def excluded_modules(specs: Iterable[str], selection: Selection) -> list[str]:
     """Return patterns of the modules that stay in BF16: all but the quantised experts."""
-    experts = [name for name in specs if tensor_class(name) == "experts"]
+    names = [*specs]
+    experts = [name for name in names if tensor_class(name) == "experts"]
     kept = _layers_of(name for name in experts if not selection.includes(name, (1, 1)))
-    mtp = {layer for layer in _layers_of(specs) if layer >= selection.num_layers}
-    dense = _layers_of(name for name in specs if tensor_class(name) == "dense_mlp")
-    every_layer = ["model.layers.*.self_attn*", "model.layers.*.mlp.gate", "model.layers.*.mlp.shared_experts*"]
+    mtp = {layer for layer in _layers_of(names) if layer >= selection.num_layers}
+    dense = _layers_of(name for name in names if tensor_class(name) == "dense_mlp")
+    (text,) = {name.partition("layers.")[0] for name in names if layer_of(name) is not None}
+    modules = ["self_attn*", "mlp.gate", "mlp.shared_experts*"]
+    if any(".linear_attn." in name for name in names):
+        modules = ["self_attn*", "linear_attn*", "mlp.gate", "mlp.shared_expert*"]
     return [
-        *("lm_head", "model.embed_tokens", *every_layer),
-        *(f"model.layers.{layer}.mlp*" for layer in sorted(dense)),
-        *(f"model.layers.{layer}.mlp.experts*" for layer in sorted(kept - mtp)),
-        *(f"model.layers.{layer}*" for layer in sorted(mtp)),
+        *("lm_head", f"{text}embed_tokens", *(f"{text}layers.*.{module}" for module in modules)),
+        *(f"{text}layers.{layer}.mlp*" for layer in sorted(dense)),
+        *(f"{text}layers.{layer}.mlp.experts*" for layer in sorted(kept - mtp)),
+        *(f"{text}layers.{layer}*" for layer in sorted(mtp)),
+        *(f"{part}*" for part in _BF16_PARTS if any(name.startswith(part) for name in names)),
     ]
 
 

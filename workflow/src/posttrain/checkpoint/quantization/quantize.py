@@ -11,12 +11,13 @@ import torch
 
 from posttrain.checkpoint.formats.hf_layout import read_object
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader, TensorSpec
+from posttrain.checkpoint.param_names import HF_VISION
 from posttrain.checkpoint.parts.converted_folder import Recoding
 from posttrain.checkpoint.quantization.calibration import Calibration
 from posttrain.checkpoint.quantization.dequantize import CastToBf16
 from posttrain.checkpoint.quantization.fp8 import Fp8Format, largest_magnitude
 from posttrain.checkpoint.quantization.nvfp4 import Nvfp4Format
-from posttrain.checkpoint.quantization.quantized_names import CLASSES, Selection, layer_of
+from posttrain.checkpoint.quantization.quantized_names import CLASSES, Selection, is_mtp
 from posttrain.errors import CheckpointError
 from posttrain.store import hash_file
 
@@ -104,7 +105,7 @@ class Quantization:
 
 
 class QuantizedDrafts(Quantization):
-    """A `Quantization` of the MTP layers alone, for engines that use them for drafts: the trainer sends all else.
+    """A `Quantization` of what the trainer does not send: MTP layers for engines that draft, and a vision tower.
 
     The folder's config is that of the whole checkpoint.
 
@@ -115,8 +116,8 @@ class QuantizedDrafts(Quantization):
 
     def __init__(self, source: Path, settings: Mapping[str, Any]):
         super().__init__(source, settings)
-        num_layers = read_object(source / "config.json").get("num_hidden_layers", 0)
-        self.names = [name for name in self.names if settings["drafts"] and (layer_of(name) or 0) >= num_layers]
+        num_layers, drafts = _num_layers(read_object(source / "config.json")), settings["drafts"]
+        self.names = [n for n in self.names if n.startswith(HF_VISION) or (drafts and is_mtp(n, num_layers))]
 
 
 def open_recoding(source: Path, settings: Mapping[str, Any]) -> Recoding:
@@ -142,7 +143,7 @@ def make_format(
         specs: Shape and dtype of all source tensors.
     """
     kept = {key: value for key, value in settings.items() if key.startswith("keep_")}
-    num_layers, name = config.get("num_hidden_layers", 0), settings["format"]
+    num_layers, name = _num_layers(config), settings["format"]
     # Engines run the MTP layer in BF16 with experts of four bits.
     experts_only = name in ("nvfp4", "int4")
     classes = ("experts",) if experts_only else CLASSES
@@ -156,6 +157,11 @@ def make_format(
     from posttrain.checkpoint.formats.library_formats import LibraryFormat
 
     return LibraryFormat(name, selection)
+
+
+def _num_layers(config: Mapping[str, Any]) -> int:
+    """Return the decoder layers in config.json; a model with a vision tower describes its text part apart."""
+    return int(config.get("text_config", config).get("num_hidden_layers", 0))
 
 
 def make_fp8(settings: Mapping[str, Any], num_layers: int) -> Fp8Format:

@@ -9,20 +9,31 @@ from dataclasses import dataclass
 from posttrain.checkpoint.formats.safetensors_io import TensorSpec
 from posttrain.errors import CheckpointError
 
-# Quantised are the matrices of attention, indexer and every kind of MLP. Engines compute with the others in BF16 or
-# FP32: embedding, lm_head, norms, the router, the indexer's weights_proj, and eh_proj of the MTP layer.
+# Quantised are the matrices of attention, indexer, delta net and every kind of MLP. Engines compute with the others in
+# BF16 or FP32: embedding, lm_head, norms, routers and gates, the indexer's weights_proj, a delta net's in_proj_a and
+# in_proj_b (one row per head), a vision tower, and the projection of the MTP layer.
 _QUANTIZED = {
     "attention": r"self_attn\.(?:q_a_proj|q_b_proj|kv_a_proj_with_mqa|kv_b_proj|q_proj|k_proj|v_proj|o_proj)",
+    "delta_net": r"linear_attn\.(?:in_proj_qkv|in_proj_z|out_proj)",
     "indexer": r"self_attn\.indexer\.(?:wq_b|wk)",
     "dense_mlp": r"mlp\.(?:gate_proj|up_proj|down_proj)",
     "experts": r"mlp\.experts\.\d+\.(?:gate_proj|up_proj|down_proj)",
-    "shared_experts": r"mlp\.shared_experts\.(?:gate_proj|up_proj|down_proj)",
+    "shared_experts": r"mlp\.shared_experts?\.(?:gate_proj|up_proj|down_proj)",
 }
 CLASSES = tuple(_QUANTIZED)
-_PATTERNS = {kind: re.compile(rf"model\.layers\.\d+\.{part}\.weight") for kind, part in _QUANTIZED.items()}
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_DECODER, _MTP = r"model\.(?:language_model\.)?", "mtp."
+_PATTERNS = {
+    kind: re.compile(rf"(?:{_DECODER}|{re.escape(_MTP)})layers\.\d+\.{part}\.weight")
+    for kind, part in _QUANTIZED.items()
+}
+_LAYER = re.compile(rf"{_DECODER}layers\.(\d+)\.")
 # Matrices with the same input, which engines fuse into one.
-_FUSED = (("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"), ("q_proj", "k_proj", "v_proj"))
+_FUSED = (
+    ("gate_proj", "up_proj"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("q_proj", "k_proj", "v_proj"),
+    ("in_proj_qkv", "in_proj_z"),
+)
 
 
 def tensor_class(hf_name: str) -> str:
@@ -31,9 +42,17 @@ def tensor_class(hf_name: str) -> str:
 
 
 def layer_of(hf_name: str) -> int | None:
-    """Return the layer number of a tensor; None for tensors outside layers, such as the embedding."""
+    """Return the layer number of a tensor; None for tensors outside layers, such as the embedding.
+
+    MTP layers are numbered after the decoder's, or apart from them (Qwen3.5: "mtp.layers.0."), which gives None.
+    """
     match = _LAYER.match(hf_name)
     return int(match[1]) if match else None
+
+
+def is_mtp(hf_name: str, num_layers: int) -> bool:
+    """Return whether a tensor belongs to an MTP layer of a model with so many decoder layers."""
+    return hf_name.startswith(_MTP) or (layer_of(hf_name) or 0) >= num_layers
 
 
 def fused_with(hf_name: str) -> tuple[str, ...]:
@@ -76,13 +95,13 @@ class Selection:
         return not self._keeps_layer(hf_name) and not any(re.search(p, hf_name) for p in self.keep_modules)
 
     def _keeps_layer(self, hf_name: str) -> bool:
+        if self.num_layers and is_mtp(hf_name, self.num_layers):
+            return not self.mtp
         layer = layer_of(hf_name)
         assert layer is not None, hf_name
         if layer < self.keep_first_layers:
             return True
-        if self.keep_last_layers and self.num_layers - self.keep_last_layers <= layer < self.num_layers:
-            return True
-        return not self.mtp and layer >= self.num_layers
+        return bool(self.keep_last_layers) and layer >= self.num_layers - self.keep_last_layers
 
     def check(self, specs: Mapping[str, TensorSpec]) -> None:
         """Check that tensors which an engine fuses are all quantised or all not.

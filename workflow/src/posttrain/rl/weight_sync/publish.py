@@ -15,9 +15,10 @@ from safetensors.torch import save_file
 from posttrain import store
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader, TensorSpec, read_header, read_index
 from posttrain.checkpoint.formats.shard_writer import write_index
+from posttrain.checkpoint.param_names import HF_VISION
 from posttrain.checkpoint.quantization.fp8 import Fp8Format
 from posttrain.checkpoint.quantization.quantize import make_fp8
-from posttrain.checkpoint.quantization.quantized_names import layer_of
+from posttrain.checkpoint.quantization.quantized_names import is_mtp
 from posttrain.config.derived import fp8_settings, weight_transport
 from posttrain.config.schema import Config
 from posttrain.errors import CheckpointError
@@ -175,7 +176,7 @@ class WeightPublisher:
 def untrained(
     trained: Collection[str], folder: Path, num_layers: int, drafts: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return the untrained tensors that engines need when they start without weights.
+    """Return the untrained tensors that engines need when they start without weights: vision tower, MTP layers.
 
     Args:
         trained: Hub names of the trained tensors, including scales.
@@ -187,12 +188,13 @@ def untrained(
         CheckpointError: The checkpoint has other untrained tensors, for which engines would use noise; names them.
     """
     missing = [name for name in read_index(folder).weight_map if name not in trained]
-    of_drafts = [name for name in missing if (layer_of(name) or 0) >= num_layers]
-    if unknown := sorted({*missing} - {*of_drafts}):
+    of_drafts = [name for name in missing if is_mtp(name, num_layers)]
+    of_vision = [name for name in missing if name.startswith(HF_VISION)]
+    if unknown := sorted({*missing} - {*of_drafts, *of_vision}):
         words = f"engines started without weights, and the trainer does not have {listed(unknown)}"
         raise CheckpointError("served-weights-differ", f"{folder}: {words}")
     checkpoint = CheckpointReader(folder)
-    return ((name, checkpoint.tensor(name)) for name in of_drafts if drafts)
+    return ((name, checkpoint.tensor(name)) for name in (*of_drafts * drafts, *of_vision))
 
 
 def served_format(config: Config) -> Fp8Format | None:
