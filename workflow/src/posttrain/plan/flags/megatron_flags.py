@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from posttrain.config.derived import min_lr
-from posttrain.config.families import FAMILIES, family_of
+from posttrain.config.families import FAMILIES, family_of, is_delta_net
 from posttrain.config.schema import Config
 from posttrain.plan.flags.environment import trainer_environment
 from posttrain.plan.flags.flag import Flag, flag
@@ -142,7 +142,9 @@ def _attention_and_mlp(config: Config) -> list[Flag]:
     return [
         *_same(config, sizes),
         *(_latent_attention(config) if config.model.architecture.kv_lora_rank else _grouped_attention(config)),
+        *(_delta_nets(config) if config.model.architecture.full_attention_interval else []),
         flag("normalization", "RMSNorm", reason=FAMILY),
+        *_centres_of_norms(config),
         flag("gated_linear_unit", True, reason=FAMILY),
         flag("activation_func", "silu", reason=FAMILY),
         flag("add_bias_linear", False, reason=FAMILY),
@@ -185,13 +187,37 @@ def _positions(config: Config) -> list[Flag]:
 def _grouped_attention(config: Config) -> list[Flag]:
     """Return the settings of GQA."""
     arch = config.model.architecture
-    is_normed = arch.use_qk_norm or FAMILIES[arch.model_type].always_qk_norm
+    family = family_of(arch)
+    is_normed = arch.use_qk_norm or family.always_qk_norm
+    gate = [flag("attention_output_gate", True, f"{ARCHITECTURE}.model_type")] if family.gated_attention else []
     return [
+        *gate,
         *_same(config, {"num_query_groups": "num_key_value_heads", "kv_channels": "head_dim"}),
         flag("apply_rope_fusion", _on_cuda(config), "hardware.device", reason="a CUDA kernel"),
         flag("add_qkv_bias", arch.attention_bias, f"{ARCHITECTURE}.attention_bias"),
         flag("qk_layernorm", is_normed, f"{ARCHITECTURE}.use_qk_norm", f"{ARCHITECTURE}.model_type"),
     ]
+
+
+def _delta_nets(config: Config) -> list[Flag]:
+    """Return the settings of gated delta nets.
+
+    Megatron's own switch (`experimental_attention_variant="gated_delta_net"`) is left off: its layer needs fla to be
+    built at all. Ours reads the sizes from the same fields.
+    """
+    arch, names = config.model.architecture, ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+    kinds = [int(is_delta_net(arch, layer)) for layer in range(arch.num_hidden_layers)]
+    return [
+        flag("linear_attention_freq", kinds, f"{ARCHITECTURE}.full_attention_interval"),
+        *_same(config, {name: name for name in (*(f"linear_{name}" for name in names), "linear_conv_kernel_dim")}),
+    ]
+
+
+def _centres_of_norms(config: Config) -> list[Flag]:
+    """Return whether the weight of a norm is its distance from 1."""
+    if not family_of(config.model.architecture).zero_centered_norms:
+        return []
+    return [flag("layernorm_zero_centered_gamma", True, f"{ARCHITECTURE}.model_type")]
 
 
 def _experts(config: Config) -> list[Flag]:
@@ -202,7 +228,6 @@ def _experts(config: Config) -> list[Flag]:
         return [flag("moe_token_dispatcher_type", "alltoall", reason=reason)]
     dense, layers = f"{ARCHITECTURE}.first_k_dense_replace", f"{ARCHITECTURE}.num_hidden_layers"
     num_moe_layers = arch.num_hidden_layers - arch.first_k_dense_replace
-    shared, width = f"{ARCHITECTURE}.n_shared_experts", f"{ARCHITECTURE}.moe_intermediate_size"
     parallel = config.parallel
     has_peers = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size > 1
     dispatcher = "flex" if config.trainer.deepep and has_peers else "alltoall"
@@ -212,12 +237,7 @@ def _experts(config: Config) -> list[Flag]:
         *replay,
         *_same(config, {"num_moe_experts": "n_routed_experts", "moe_ffn_hidden_size": "moe_intermediate_size"}),
         flag("moe_layer_freq", [0] * arch.first_k_dense_replace + [1] * num_moe_layers, dense, layers),
-        flag(
-            "moe_shared_expert_intermediate_size",
-            arch.moe_intermediate_size * arch.n_shared_experts or None,
-            width,
-            shared,
-        ),
+        *_shared_experts(config),
         *_router(config),
         flag(
             "moe_token_dispatcher_type",
@@ -231,6 +251,16 @@ def _experts(config: Config) -> list[Flag]:
         flag("moe_grouped_gemm", _on_cuda(config), "hardware.device", reason="CUDA kernels"),
         flag("moe_permute_fusion", _on_cuda(config), "hardware.device", reason="CUDA kernels"),
     ]
+
+
+def _shared_experts(config: Config) -> list[Flag]:
+    """Return the width of the experts that every token sees, and whether a gate scales their output."""
+    arch, name = config.model.architecture, "moe_shared_expert_intermediate_size"
+    if arch.shared_expert_intermediate_size:
+        key = f"{ARCHITECTURE}.shared_expert_intermediate_size"
+        return [_key(config, name, key), flag("moe_shared_expert_gate", True, f"{ARCHITECTURE}.model_type")]
+    shared, width = f"{ARCHITECTURE}.n_shared_experts", f"{ARCHITECTURE}.moe_intermediate_size"
+    return [flag(name, arch.moe_intermediate_size * arch.n_shared_experts or None, width, shared)]
 
 
 def _router(config: Config) -> list[Flag]:

@@ -38,12 +38,18 @@ def embedding(places: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return _Embedding.apply(places, weight)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, is_zero_centered: bool = False) -> torch.Tensor:
     """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension, with statistics in FP32.
 
     With n = x r, r = 1 / rms and g = grad weight:  dx = r (g - n mean(g n)),  dweight = sum over tokens of grad n.
+
+    Args:
+        x: [..., width].
+        weight: [width].
+        eps: Added to the mean square.
+        is_zero_centered: The factor is 1 + weight, in FP32, as in the models that store it so.
     """
-    return _RmsNorm.apply(x, weight, eps)
+    return _RmsNorm.apply(x, weight, eps, is_zero_centered)
 
 
 class _Linear(torch.autograd.Function):
@@ -79,22 +85,26 @@ class _Embedding(torch.autograd.Function):
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, is_zero_centered: bool) -> torch.Tensor:
         wide = x.float()
         width = x.shape[-1]
         norms = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         inverse = norms.square_().div_(width).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, inverse)
+        ctx.is_zero_centered = is_zero_centered
         normal = wide * inverse
+        if is_zero_centered:
+            return normal.mul_(weight.float() + 1).to(x.dtype)
         return normal.mul_(weight) if x.dtype == torch.float32 else normal.to(x.dtype).mul_(weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
         x, weight, inverse = ctx.saved_tensors
+        factor = weight.float() + 1 if ctx.is_zero_centered else weight.float()
         wide = grad.float()
         normal = x.float() * inverse
         product = wide * normal
         weight_grad = product.view(-1, x.shape[-1]).sum(0)
-        share = (product @ weight.float()).div_(x.shape[-1]).unsqueeze(-1)
-        grad_x = torch.mul(wide, weight, out=product).addcmul_(normal, share, value=-1).mul_(inverse)
-        return grad_x.to(x.dtype), weight_grad.to(weight.dtype), None
+        share = (product @ factor).div_(x.shape[-1]).unsqueeze(-1)
+        grad_x = torch.mul(wide, factor, out=product).addcmul_(normal, share, value=-1).mul_(inverse)
+        return grad_x.to(x.dtype), weight_grad.to(weight.dtype), None, None

@@ -30,6 +30,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from posttrain.rl.megatron_backend.arguments import LATENT_NORM_EPS
+from posttrain.rl.megatron_backend.gated_delta_net.layer import GatedDeltaNet
 from posttrain.rl.megatron_backend.glm5.attention import Glm5SelfAttention, SparseCoreAttention
 from posttrain.rl.megatron_backend.glm5.norm import RMSNorm
 from posttrain.rl.megatron_backend.glm5.router import OneExpertRouter
@@ -38,6 +39,7 @@ from posttrain.rl.megatron_backend.packed_attention import PackedAttention
 
 # Checkpoint names of norms; checkpoints follow Transformer Engine's fused layers, which contain the norm.
 ATTENTION_NORM = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+DELTA_NORM = {"input_layernorm.": "self_attention.in_proj.layer_norm_"}
 MLP_NORM = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 
@@ -53,7 +55,7 @@ def block_spec(config: TransformerConfig, use_transformer_engine: bool, chunk: i
     backend = TESpecProvider() if use_transformer_engine else _Local()
     first = get_transformer_layer_offset(config, chunk)
     numbers = range(first, first + get_num_layers_to_build(config, chunk))
-    layers = [_layer_spec(config, backend, _has_experts(config, i)) for i in numbers]
+    layers = [_layer_spec(config, backend, i) for i in numbers]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=backend.layer_norm(rms_norm=True))
 
 
@@ -91,20 +93,43 @@ def _has_experts(config: TransformerConfig, layer: int) -> bool:
     return bool(config.num_moe_experts and (frequencies == 1 or frequencies[layer]))
 
 
-def _layer_spec(config: TransformerConfig, backend: BackendSpecProvider, is_moe: bool) -> ModuleSpec:
-    is_latent, norm = config.multi_latent_attention, backend.layer_norm(rms_norm=True)
+def _is_delta_net(config: TransformerConfig, layer: int) -> bool:
+    """Return whether a layer is a gated delta net; the list is given to models that have some."""
+    return bool(config.linear_attention_freq and config.linear_attention_freq[layer])
+
+
+def _layer_spec(config: TransformerConfig, backend: BackendSpecProvider, layer: int) -> ModuleSpec:
+    """Return the spec of a layer, counted from 0."""
+    norm, is_moe = backend.layer_norm(rms_norm=True), _has_experts(config, layer)
+    attention, norm_names = _attention(config, backend, layer)
+    mlp_names = {} if is_moe or config.multi_latent_attention else MLP_NORM
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,
-            self_attention=(_latent_attention if is_latent else _grouped_attention)(config, backend),
+            self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=norm,
             mlp=_moe_spec(config, backend) if is_moe else _dense_mlp_spec(backend),
             mlp_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map={} if is_latent else ATTENTION_NORM | ({} if is_moe else MLP_NORM),
+            sharded_state_dict_keys_map=norm_names | mlp_names,
         ),
     )
+
+
+def _attention(
+    config: TransformerConfig, backend: BackendSpecProvider, layer: int
+) -> tuple[ModuleSpec, dict[str, str]]:
+    """Return a layer's attention, and its norm's names in checkpoints."""
+    if config.multi_latent_attention:
+        return _latent_attention(config, backend), {}
+    if _is_delta_net(config, layer):
+        linears = {
+            "column_parallel_linear": backend.column_parallel_linear(),
+            "row_parallel_linear": backend.row_parallel_linear(),
+        }
+        return ModuleSpec(module=GatedDeltaNet, params=linears), DELTA_NORM
+    return _grouped_attention(config, backend), ATTENTION_NORM
 
 
 def _grouped_attention(config: TransformerConfig, backend: BackendSpecProvider) -> ModuleSpec:
