@@ -15,10 +15,15 @@ def leaf(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torc
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("is_strided", [False, True])
-def test_norm(dtype: torch.dtype, tolerance: float, is_strided: bool) -> None:
+@pytest.mark.parametrize("is_zero_centered", [False, True])
+def test_norm(dtype: torch.dtype, tolerance: float, is_strided: bool, is_zero_centered: bool) -> None:
     """A strided input is one head of several, as queries and keys are normalised."""
+
+    def theirs(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, x.shape[-1:], eps=1e-5) * (weight + int(is_zero_centered))
+
     found = []
-    for compute in (lambda x, w: rms_norm(x, w, 1e-5), lambda x, w: F.rms_norm(x, x.shape[-1:], eps=1e-5) * w):
+    for compute in (lambda x, w: rms_norm(x, w, 1e-5, is_zero_centered), theirs):
         rows, weight = leaf(5, 3, 24, dtype=dtype), leaf(16, seed=1, dtype=dtype)
         output = compute(rows[..., :16] if is_strided else rows[..., :16].contiguous(), weight)
         output.backward(leaf(*output.shape, seed=2, dtype=dtype).detach())
@@ -71,3 +76,10 @@ def test_what_announces_a_gradient_takes_no_memory_and_is_not_read() -> None:
     assert announce_gradient(weight).data_ptr() == weight.data_ptr()
     assert weight.grad_added_to_main_grad
     assert not weight.zero_out_wgrad
+
+
+def test_a_zero_centered_norm_is_rounded_once() -> None:
+    """As in transformers' Qwen3.5: the factor 1 + w, which BF16 cannot hold, is FP32."""
+    x, weight = leaf(5, 16, dtype=torch.bfloat16), (leaf(16, seed=1) * 2**-9).bfloat16()
+    expected = F.rms_norm(x.double(), (16,), eps=1e-5) * (1 + weight.double())
+    assert torch.equal(rms_norm(x, weight, 1e-5, True), expected.bfloat16())

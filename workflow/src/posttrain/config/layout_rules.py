@@ -48,6 +48,8 @@ def _divisors(config: Config) -> Problems:
         ("tensor_model_parallel_size", "num_key_value_heads"),
         ("tensor_model_parallel_size", "vocab_size"),
         ("tensor_model_parallel_size", "intermediate_size"),
+        ("tensor_model_parallel_size", "shared_expert_intermediate_size"),
+        ("tensor_model_parallel_size", "linear_num_key_heads"),
         ("expert_model_parallel_size", "n_routed_experts"),
         ("expert_tensor_parallel_size", "moe_intermediate_size"),
     ):
@@ -58,6 +60,11 @@ def _divisors(config: Config) -> Problems:
             yield Problem(
                 "size-divides-model", f"parallel.{size_name}", str(size), allowed, "choose one that divides it"
             )
+    heads, tensor = arch.linear_num_key_heads, parallel.tensor_model_parallel_size
+    if heads % tensor == 0 and heads // tensor % (ranks := parallel.context_parallel_size):
+        allowed = f"a divisor of {heads // tensor}: context-parallel ranks share the heads of gated delta nets"
+        remedy = "lower it, or tensor_model_parallel_size"
+        yield Problem("delta-net-heads-per-rank", "parallel.context_parallel_size", str(ranks), allowed, remedy)
 
 
 def _links(config: Config) -> Problems:
