@@ -19,7 +19,7 @@ MANY = (1, 200, 64, 65, 63, 3, 128, 7, 9, 300, 2)
 
 
 def inputs(num_tokens: int, heads: int, repeats: int, widths: tuple[int, int], dtype: torch.dtype = torch.float64):
-    """Return queries, keys, values, log decays and rates; key heads are `heads`, value heads `repeats` times as many."""
+    """Return queries, keys, values, log decays and rates of `heads` key heads with `repeats` value heads each."""
     generator = torch.Generator().manual_seed(num_tokens)
     shapes = [(heads, widths[0])] * 2 + [(heads * repeats, widths[1])]
     vectors = [torch.randn(num_tokens, *shape, generator=generator, dtype=dtype) for shape in shapes]
