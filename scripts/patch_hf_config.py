@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from posttrain.checkpoint.formats.hf_config import CONFIG, check_config
+from posttrain.checkpoint.formats.config_sections import CONFIG
+from posttrain.checkpoint.formats.hf_config import check_config
 from posttrain.checkpoint.formats.hf_layout import check_layout, read_object
 from posttrain.checkpoint.formats.patched_copy import patch_folder
 from posttrain.checkpoint.formats.resaved_weights import published_specs

@@ -157,7 +157,7 @@ def random_tensors(architecture: Architecture, seed: int) -> dict[str, torch.Ten
     """Return tensors under the Hub's names: BF16, router biases, decays and norms of delta nets FP32."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for name, shape in _hub_shapes(architecture).items():
+    for name, shape in hub_shapes(architecture).items():
         is_norm = "norm" in name and name.endswith("weight")
         is_around_0 = family_of(architecture).zero_centered_norms and not name.endswith("linear_attn.norm.weight")
         value = torch.randn(shape, generator=generator) * 0.05 + float(is_norm and not is_around_0)
@@ -196,7 +196,7 @@ def fuse_experts(tensors: Mapping[str, torch.Tensor], num_experts: int) -> dict[
     return fused
 
 
-def _hub_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
+def hub_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the model's tensors, those of its MTP layers at the end."""
     layers, num_mtp = architecture.num_hidden_layers, architecture.num_nextn_predict_layers
     with torch.device("meta"):

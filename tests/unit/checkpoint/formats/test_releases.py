@@ -15,6 +15,7 @@ from tests.support.folders_in_parts import make_folder
 from tests.support.rejections import rejected
 from tests.support.resolved_words import CONFIG_DIR
 from tests.support.small_checkpoint import tokenizer, write_object
+from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 
 from posttrain.checkpoint.formats.as_transformers import hub_config
 from posttrain.checkpoint.formats.hf_config import check_config, fixed_values
@@ -26,6 +27,7 @@ from posttrain.checkpoint.hub.local_folder import list_folder
 from posttrain.checkpoint.param_names import expected_tensors
 from posttrain.config.load import read_yaml
 from posttrain.config.schema import Architecture, Model, Patch, RopeScaling
+from posttrain.config.vision import VisionTower
 from posttrain.rl.data.chat import ChatTokenizer
 from posttrain.rl.data.tokenizer_check import check_tokenizer
 from posttrain.store import Receipt, record_files
@@ -52,6 +54,7 @@ RELEASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     **dict.fromkeys(
         ("qwen3_0.6b", "qwen3_4b", "qwen3_30b_a3b"), ("Qwen2Tokenizer", IN_CONFIG, {"sliding_window": None})
     ),
+    **dict.fromkeys(("qwen3.5_4b", "qwen3.5_35b_a3b"), ("Qwen2Tokenizer", JINJA, {"image_token_id": 2})),
 }
 SMALL = {
     **{
@@ -64,12 +67,17 @@ SMALL = {
     **{"num_experts_per_tok": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "q_lora_rank": 24},
     **{"kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 4, "v_head_dim": 16, "index_n_heads": 2},
     **{"index_head_dim": 8, "index_topk": 4, "num_hidden_layers": 3, "first_k_dense_replace": 1},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12},
+    **{"shared_expert_intermediate_size": 24, "full_attention_interval": 2},
 }
+TOWER = VisionTower(depth=1, hidden_size=16, intermediate_size=24, num_heads=2, num_position_embeddings=4)
 
 
 def _small(name: str) -> Architecture:
     said = read_yaml(CONFIG_DIR / "models" / f"{name}.yaml")["model"]["architecture"]
-    arch = Architecture(**{**said, "rope_scaling": RopeScaling(**said.get("rope_scaling", {}))})
+    vision = TOWER if "vision" in said else VisionTower()
+    scaling = RopeScaling(**said.get("rope_scaling", {}))
+    arch = Architecture(**{**said, "rope_scaling": scaling, "vision": vision})
     return dataclasses.replace(arch, **{key: value for key, value in SMALL.items() if getattr(arch, key)})
 
 
@@ -78,6 +86,25 @@ def _release(folder, name: str) -> Architecture:
     arch, (tokenizer_class, template, more) = _small(name), RELEASES[name]
     folder.mkdir()
     config = hub_config(arch, fixed_values(arch))
+    if arch.vision.depth:
+        config.pop("dtype")  # the language model's section says it
+        spelled = {}
+    else:
+        config, spelled = _in_transformers_4(config, arch)
+    write_object(folder / "config.json", {**config, **spelled, "use_cache": True, "eos_token_id": 1, **more})
+    write_object(folder / "generation_config.json", {"eos_token_id": 1})
+    _write_tokenizer(folder, tokenizer_class, template)
+    (folder / "modeling_own.py").write_text("raise SystemExit('code of the repository was run')\n")
+    dtypes = {"F32": torch.float32, "BF16": torch.bfloat16}
+    tensors = {name: torch.zeros(spec.shape, dtype=dtypes[spec.dtype]) for name, spec in expected_tensors(arch).items()}
+    if name == "moonlight":
+        tensors |= {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(2) for i in range(3)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return arch
+
+
+def _in_transformers_4(config: dict[str, Any], arch: Architecture) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the file without its positions and dtype, and these as transformers 4 spells them."""
     rope = config.pop("rope_parameters")
     config["torch_dtype"] = config.pop("dtype")
     spelled = {"rope_theta": rope.pop("rope_theta"), "rope_scaling": None}
@@ -85,8 +112,10 @@ def _release(folder, name: str) -> Architecture:
         spelled["rope_scaling"] = {"type": rope.pop("rope_type"), **rope}
     elif arch.partial_rotary_factor:
         spelled["partial_rotary_factor"] = arch.partial_rotary_factor
-    write_object(folder / "config.json", {**config, **spelled, "use_cache": True, "eos_token_id": 1, **more})
-    write_object(folder / "generation_config.json", {"eos_token_id": 1})
+    return config, spelled
+
+
+def _write_tokenizer(folder, tokenizer_class: str, template: str) -> None:
     own = {"tokenizer_class": tokenizer_class, **({"chat_template": TEMPLATE} if template == IN_CONFIG else {})}
     if template == JINJA:
         (folder / JINJA).write_text(TEMPLATE)
@@ -95,16 +124,13 @@ def _release(folder, name: str) -> Architecture:
         own |= {"added_tokens_decoder": {"60": {"content": "[EOS]", "special": True}}, "eos_token": "[EOS]"}
         lines = [f"{base64.b64encode(bytes([byte])).decode()} {rank}" for rank, byte in enumerate(range(63, 123))]
         (folder / "tiktoken.model").write_text("\n".join(lines) + "\n")
+    elif tokenizer_class == "Qwen2Tokenizer" and template == JINJA:
+        # transformers takes this class for the family, whatever the file names, and it is byte-level.
+        letters = {letter: i for i, letter in enumerate("abcdefghijklmnopqrstuvwxyzĠ?")}
+        Qwen3_5Tokenizer(vocab=letters, merges=[]).save_pretrained(folder)
     else:
         write_object(folder / "tokenizer.json", tokenizer())
     write_object(folder / "tokenizer_config.json", own)
-    (folder / "modeling_own.py").write_text("raise SystemExit('code of the repository was run')\n")
-    dtypes = {"F32": torch.float32, "BF16": torch.bfloat16}
-    tensors = {name: torch.zeros(spec.shape, dtype=dtypes[spec.dtype]) for name, spec in expected_tensors(arch).items()}
-    if name == "moonlight":
-        tensors |= {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(2) for i in range(3)}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return arch
 
 
 def _start(source, target, arch: Architecture, **keys: str) -> list[str]:

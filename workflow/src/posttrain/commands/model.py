@@ -82,6 +82,6 @@ def _as_stored(content: Mapping[str, Any], arch: Architecture, tensors: Mapping[
     without = dataclasses.replace(arch, num_nextn_predict_layers=0)
     if not arch.num_nextn_predict_layers or any(mtp_layer_of(arch, tensor) for tensor in tensors):
         return arch
-    for key in lost_mtp_layers(content, without, tensors):
-        print(f"{key} = {content[key]}: the weights have no such layer, so the file says 0", file=sys.stderr)
+    for key, count in lost_mtp_layers(content, without, tensors).items():
+        print(f"{key} = {count}: the weights have no such layer, so the file says 0", file=sys.stderr)
     return without

@@ -189,6 +189,7 @@ def check_architecture(arch: Architecture) -> Iterator[Problem]:
     yield from _check_indexer(arch)
     yield from _check_positions(arch)
     yield from _check_heads(arch)
+    yield from _check_vision(arch)
     yield from _check_experts(arch)
     yield from _check_delta_net(arch)
 
@@ -257,6 +258,22 @@ def _check_heads(arch: Architecture) -> Iterator[Problem]:
             yield Problem(
                 "rope-width-odd", f"{PREFIX}.{name}", f"{width:g} rotated", allowed, "take it from config.json"
             )
+
+
+def _check_vision(arch: Architecture) -> Iterator[Problem]:
+    family = family_of(arch)
+    if "vision" not in (*family.needs, *family.may):
+        return
+    for name, value in dataclasses.asdict(arch.vision).items():
+        if not value:
+            allowed = f"a value above 0: each {arch.model_type} has a vision tower, which training leaves as it is"
+            remedy = "take it from vision_config of config.json; the text model alone is not supported"
+            yield Problem("dimension-missing", f"{PREFIX}.vision.{name}", str(value), allowed, remedy)
+    if arch.vision.num_heads and arch.vision.hidden_size % arch.vision.num_heads:
+        allowed, remedy = f"a divisor of {arch.vision.hidden_size} (hidden_size)", "take both from vision_config"
+        yield Problem(
+            "vision-heads-divide-width", f"{PREFIX}.vision.num_heads", str(arch.vision.num_heads), allowed, remedy
+        )
 
 
 def _check_experts(arch: Architecture) -> Iterator[Problem]:

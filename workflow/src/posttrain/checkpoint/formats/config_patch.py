@@ -1,8 +1,8 @@
 """Recorded, reversible changes of JSON files.
 
 `posttrain_patch.json` is in the folder of the changed files: {file: [{op, path, old, new}]}. `path` is a JSON pointer
-to a top-level key; "replace" changes its value, "rename" its name at the same position, "remove" deletes it. Changes
-are idempotent; a value that is neither the old nor the new one is rejected.
+to a key at the top or in a section of it; "replace" changes its value, "rename" its name at the same position, "remove"
+deletes it. Changes are idempotent; a value that is neither the old nor the new one is rejected.
 
 "write" records a whole file that was added or replaced (SHA-256 before and after), "split" a tensor that was stored in
 another form (before and after). Only added files can be reverted.
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from posttrain.checkpoint.formats.config_sections import TEXT, VISION
 from posttrain.checkpoint.formats.hf_layout import read_object
 from posttrain.errors import CheckpointError
 from posttrain.store import sync_folder, write_json, write_text
@@ -33,7 +34,7 @@ class Change:
     Args:
         op: "replace", "rename" or "remove" of a key, or "add", which reverts "remove"; "write" of a file, "split" of a
             tensor.
-        path: "/" and the key before the change.
+        path: "/" and the key before the change, or "/SECTION/KEY" in a section.
         old: The value before the change, or the key (rename).
         new: The value after the change, or the key (rename).
     """
@@ -122,6 +123,12 @@ def undo_patch(folder: Path) -> None:
 
 def _apply(content: dict[str, Any], change: Change, file: str) -> dict[str, Any]:
     key = change.path.removeprefix("/")
+    section, _, below = key.partition("/")
+    if below and section in (TEXT, VISION):
+        if not isinstance(content.get(section), dict):
+            raise CheckpointError("patch-does-not-apply", f"{file}: no section {section!r}, found {sorted(content)}")
+        change = dataclasses.replace(change, path=f"/{below}")
+        return {**content, section: _apply(content[section], change, f"{file}: {section}")}
     if change.op == "rename":
         if change.new in content and key not in content:
             return content

@@ -9,8 +9,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from posttrain.checkpoint.formats.config_sections import read_vision, text_section
 from posttrain.checkpoint.formats.hf_config import OTHER_SPELLINGS
-from posttrain.config.families import FAMILIES, check_architecture
+from posttrain.config.families import FAMILIES, Family, check_architecture
 from posttrain.config.schema import Architecture, RopeScaling
 from posttrain.errors import ConfigError, Problem, one_line, raise_if_any
 
@@ -32,18 +33,20 @@ def architecture_of(content: Mapping[str, Any], where: str) -> Architecture:
     model_type = content.get("model_type")
     if model_type not in FAMILIES:
         remedy = "give a checkpoint of one of these families"
+        if str(model_type).removesuffix("_text") in FAMILIES:
+            remedy = "this is the text model alone: give the checkpoint with its vision tower, as it was published"
         found = one_line(repr(model_type))
         raise ConfigError([Problem("unknown-model-type", f"{where}: model_type", found, ", ".join(FAMILIES), remedy)])
-    family = FAMILIES[str(model_type)]
+    family, section = FAMILIES[str(model_type)], text_section(content)
     known = {*family.needs, *family.may}
     values: dict[str, Any] = {"model_type": str(model_type)}
     problems = []
     for field in dataclasses.fields(Architecture):
         name, is_needed = field.name, field.default == MISSING
-        if name in (*_ROPE, "model_type") or not (is_needed or name in known):
+        if name in (*_ROPE, "model_type", "vision", "full_attention_interval") or not (is_needed or name in known):
             continue
         spelled = (name, *OTHER_SPELLINGS.get(name, ()))
-        value = next((content[word] for word in spelled if content.get(word) is not None), None)
+        value = next((section[word] for word in spelled if section.get(word) is not None), None)
         if _is_of(value, str(field.type)):
             values[name] = value
         elif value is not None or is_needed:
@@ -54,7 +57,9 @@ def architecture_of(content: Mapping[str, Any], where: str) -> Architecture:
                 )
             )
     raise_if_any(problems)
-    arch = Architecture(**values, **_rope(content))
+    values |= {"full_attention_interval": _interval(section)} if "full_attention_interval" in known else {}
+    values |= {"vision": read_vision(content)} if "vision" in known else {}
+    arch = Architecture(**values, **_rope(section, family))
     raise_if_any(list(check_architecture(arch)))
     return arch
 
@@ -86,12 +91,20 @@ def precision_of(content: Mapping[str, Any], where: str) -> str:
     raise ConfigError([problem])
 
 
-def _rope(content: Mapping[str, Any]) -> dict[str, Any]:
+def _interval(section: Mapping[str, Any]) -> int:
+    """Return the distance of layers that attend, 0 if neither of its two keys tells."""
+    interval, kinds = section.get("full_attention_interval"), section.get("layer_types")
+    if type(interval) is int:
+        return interval
+    return kinds.index("full_attention") + 1 if isinstance(kinds, list) and "full_attention" in kinds else 0
+
+
+def _rope(content: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Return the positions' parameters: transformers 5 writes `rope_parameters`, older versions two keys."""
     parameters = content.get("rope_scaling") or content.get("rope_parameters")
     parameters = parameters if isinstance(parameters, Mapping) else {}
     found: dict[str, Any] = {"rope_theta": parameters.get("rope_theta", content.get("rope_theta", 0.0))}
-    if "partial_rotary_factor" in FAMILIES[content["model_type"]].needs:
+    if "partial_rotary_factor" in family.needs:
         factor = parameters.get("partial_rotary_factor", content.get("partial_rotary_factor", 0.0))
         found["partial_rotary_factor"] = factor
     if parameters.get("rope_type", parameters.get("type")) == "yarn":

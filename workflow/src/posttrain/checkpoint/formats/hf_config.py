@@ -9,37 +9,57 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from posttrain.checkpoint.formats.as_transformers import check_meaning, hub_config
 from posttrain.checkpoint.formats.config_patch import PATCH_FILE
+from posttrain.checkpoint.formats.config_sections import (
+    CONFIG,
+    TEXT,
+    VISION,
+    check_sections,
+    has_sections,
+    in_section,
+    sections,
+    text_section,
+)
 from posttrain.checkpoint.formats.safetensors_io import TensorInfo, TensorSpec
 from posttrain.checkpoint.param_names import compare_tensors, mtp_layer_of
-from posttrain.config.families import chooses_keys, dimensions, family_of
+from posttrain.config.families import chooses_keys, dimensions, family_of, is_delta_net
 from posttrain.config.schema import Architecture, RopeScaling
 from posttrain.errors import Problem, one_line
 
 ALIAS_TYPE, ALIAS_CLASS = "deepseek_v32", "DeepseekV32ForCausalLM"
-CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 # About a terminal's height; with another model, all tensors differ.
 MAX_TENSOR_LINES = 20
 # Compared separately, because config.json has several spellings of them.
 _SPELLED_APART = (
     *("model_type", "rope_theta", "rope_scaling", "partial_rotary_factor"),
-    *("index_topk_freq", "index_skip_topk_offset"),
+    *("index_topk_freq", "index_skip_topk_offset", "full_attention_interval", "vision"),
 )
 # transformers creates a name for each label, even if the model has no use for labels.
 _MOST_LABELS, _MOST_KEYS = 1000, 1000
 # Keys that choose the implementation of attention or experts.
 _IMPLEMENTATION = ("_implementation", "_implementation_internal")
-MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers")
+MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 _EXPERT_COUNTS = {"n_routed_experts", "num_experts", "num_local_experts"}
 _ROPE_WORDS = {"rope_type", *(field.name for field in dataclasses.fields(RopeScaling))}
 # Values that transformers derives from others if the file lacks them.
 _CONSEQUENCES = (CONFIG, "qk_head_dim", "head_dim", "mlp_layer_types", "layer_types", "indexer_types")
+# Each of two keys for one thing is the other's consequence.
+_LAYER_KINDS = {"full_attention_interval", "layer_types"}
 # Other names of our dimensions: on the Hub, and as written by transformers 5.
 OTHER_SPELLINGS = {"n_routed_experts": ("num_experts", "num_local_experts"), MTP_COUNTS[0]: MTP_COUNTS[1:]}
+
+# Of Qwen3.5. transformers reads none of them; engines do.
+_GATED = {
+    "attn_output_gate": True,
+    "output_gate_type": "swish",
+    "mamba_ssm_dtype": "float32",
+    "mtp_use_dedicated_embeddings": False,
+}
 
 
 # ---- the check ----
@@ -60,16 +80,27 @@ def check_config(
     Returns:
         All differences; empty if the checkpoint is the described model, unquantised and unpatched.
     """
+    lacking = list(check_sections(config, architecture))
+    text = text_section(config) if not any(problem.code == "section-missing" for problem in lacking) else None
     problems = [
         *_check_kind(config, architecture),
         *_check_precision(config),
-        *_check_dimensions(config, architecture, tensors),
+        *lacking,
         *_check_harmless(config, architecture),
-        *_check_rope(config, architecture),
-        *_check_fixed(config, architecture),
-        *_check_indexers(config, architecture),
+        *(in_section(config, _check_text(text, architecture, tensors)) if text is not None else ()),
     ]
     return [*problems, *_check_meaning(config, architecture, problems), *_check_tensors(architecture, tensors)]
+
+
+def _check_text(
+    text: Mapping[str, Any], architecture: Architecture, tensors: Mapping[str, TensorSpec | TensorInfo]
+) -> Iterator[Problem]:
+    """Check the language model's values."""
+    yield from _check_dimensions(text, architecture, tensors)
+    yield from _check_rope(text, architecture)
+    yield from _check_fixed(text, architecture)
+    yield from _check_layers(text, architecture)
+    yield from _check_indexers(text, architecture)
 
 
 def _check_kind(config: Mapping[str, Any], architecture: Architecture) -> Iterator[Problem]:
@@ -87,10 +118,14 @@ def _check_kind(config: Mapping[str, Any], architecture: Architecture) -> Iterat
 
 
 def _check_precision(config: Mapping[str, Any]) -> Iterator[Problem]:
-    dtype = config.get("dtype", config.get("torch_dtype"))
-    if dtype != "bfloat16":
-        yield Problem("dtype-not-bf16", f"{CONFIG}: dtype", repr(dtype), "'bfloat16'", "give the BF16 checkpoint")
-    if quantization := config.get("quantization_config"):
+    found = {name: section.get("dtype", section.get("torch_dtype")) for name, section in sections(config)}
+    # Published files with sections say it in that of the language model alone.
+    said = {name: dtype for name, dtype in found.items() if dtype is not None} or {"": None}
+    for name, dtype in said.items():
+        if dtype != "bfloat16":
+            key = f"{CONFIG}: {name}.dtype" if name else f"{CONFIG}: dtype"
+            yield Problem("dtype-not-bf16", key, repr(dtype), "'bfloat16'", "give the BF16 checkpoint")
+    if quantization := next((part["quantization_config"] for _, part in sections(config) if _is_quantized(part)), None):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         remedy = (
             "it is quantised already: give the BF16 checkpoint, or make it (`snakemake finalize_bf16`, "
@@ -99,16 +134,22 @@ def _check_precision(config: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem("already-quantized", f"{CONFIG}: quantization_config", f"quant_method {method!r}", "none", remedy)
 
 
+def _is_quantized(section: Mapping[str, Any]) -> bool:
+    return bool(section.get("quantization_config"))
+
+
 def lost_mtp_layers(
     config: Mapping[str, Any], architecture: Architecture, tensors: Mapping[str, TensorSpec | TensorInfo]
-) -> list[str]:
-    """Return the keys by which config.json counts MTP layers that the weights lack.
+) -> dict[str, Any]:
+    """Return the keys by which config.json counts MTP layers that the weights lack, with the number of each.
 
     Some trainers drop the layers and keep the number. With `num_nextn_predict_layers: 0` in the model's file such a
-    checkpoint is accepted, and its patched copy has 0, too.
+    checkpoint is accepted, and its patched copy has 0, too. A key of a section is "text_config/KEY".
     """
     is_lost = not architecture.num_nextn_predict_layers and not any(mtp_layer_of(architecture, n) for n in tensors)
-    return [key for key in MTP_COUNTS if is_lost and config.get(key)]
+    text = text_section(config)
+    place = "" if text is config else f"{TEXT}/"
+    return {f"{place}{key}": text[key] for key in MTP_COUNTS if is_lost and text.get(key)}
 
 
 def _check_dimensions(
@@ -124,6 +165,11 @@ def _check_dimensions(
 
 def _check_harmless(config: Mapping[str, Any], architecture: Architecture) -> Iterator[Problem]:
     """Reject values that make transformers allocate without bound, run remote code, or fail in training."""
+    for name, section in sections(config):
+        yield from _check_harmless_section(f"{CONFIG}: {name}." if name else f"{CONFIG}: ", section, architecture)
+
+
+def _check_harmless_section(place: str, config: Mapping[str, Any], architecture: Architecture) -> Iterator[Problem]:
     if len(config) > _MOST_KEYS:
         remedy = "give the file that the model came with"
         yield Problem("config-too-large", CONFIG, f"{len(config):,} keys", f"at most {_MOST_KEYS:,}", remedy)
@@ -131,11 +177,11 @@ def _check_harmless(config: Mapping[str, Any], architecture: Architecture) -> It
     if labels is not None and not (isinstance(labels, int) and labels <= _MOST_LABELS):
         remedy = "remove the key: a language model has no labels"
         allowed = f"a number up to {_MOST_LABELS:,}, or none"
-        yield Problem("too-many-labels", f"{CONFIG}: num_labels", repr(labels), allowed, remedy)
+        yield Problem("too-many-labels", f"{place}num_labels", repr(labels), allowed, remedy)
     for key, value in config.items():
         if key.endswith(_IMPLEMENTATION) and not (value is None or re.fullmatch(r"\w+", str(value))):
             allowed = "a word such as sdpa; a repository's name has its code downloaded and run"
-            yield Problem("key-runs-code", f"{CONFIG}: {key}", one_line(repr(value)), allowed, "remove the key")
+            yield Problem("key-runs-code", f"{place}{key}", one_line(repr(value)), allowed, "remove the key")
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         ids = config.get(key)
         wrong = [id for id in (ids if isinstance(ids, list) else [ids]) if id is not None]
@@ -143,7 +189,7 @@ def _check_harmless(config: Mapping[str, Any], architecture: Architecture) -> It
         if wrong:
             allowed = f"token ids below {architecture.vocab_size} (vocab_size)"
             remedy = "give the file that the model came with"
-            yield Problem("token-id-outside-vocabulary", f"{CONFIG}: {key}", one_line(repr(ids)), allowed, remedy)
+            yield Problem("token-id-outside-vocabulary", f"{place}{key}", one_line(repr(ids)), allowed, remedy)
 
 
 def _check_rope(config: Mapping[str, Any], architecture: Architecture) -> Iterator[Problem]:
@@ -188,6 +234,13 @@ def _check_fixed(config: Mapping[str, Any], architecture: Architecture) -> Itera
             yield Problem(
                 "model-variant", f"{CONFIG}: {key}", repr(found), repr(expected), "this variant is not supported"
             )
+
+
+def _check_layers(config: Mapping[str, Any], architecture: Architecture) -> Iterator[Problem]:
+    """Check the interval of layers that attend; `layer_types`, which wins in transformers, is a fixed value."""
+    if architecture.full_attention_interval and "full_attention_interval" in config:
+        found = config["full_attention_interval"]
+        yield from _compare("full_attention_interval", found, architecture.full_attention_interval)
 
 
 def _check_indexers(config: Mapping[str, Any], architecture: Architecture) -> Iterator[Problem]:
@@ -235,7 +288,10 @@ def fixed_values(architecture: Architecture) -> dict[str, Any]:
             "qk_head_dim": architecture.qk_nope_head_dim + architecture.qk_rope_head_dim,
         }
     else:
-        fixed["layer_types"] = ["full_attention"] * layers
+        kinds = ("full_attention", "linear_attention")
+        fixed["layer_types"] = [kinds[is_delta_net(architecture, layer)] for layer in range(layers)]
+    if family_of(architecture).gated_attention:
+        fixed |= _GATED
     if architecture.index_n_heads:
         fixed["indexer_rope_interleave"] = family_of(architecture).indexer_interleaved
     return {key: value for key, value in fixed.items() if key not in dimensions(architecture)}
@@ -246,21 +302,34 @@ def _check_meaning(
 ) -> Iterator[Problem]:
     """Yield problems that only transformers' parsing of the file shows, except consequences of known problems."""
     named = {_last_word(problem.key) for problem in known}
-    if named & {"model_type", "architectures", CONFIG}:
+    if named & {"model_type", "architectures", CONFIG, TEXT, VISION}:
         return
     consequences = {*named, *_CONSEQUENCES} if named else set()
-    if named & _EXPERT_COUNTS:
-        consequences |= _EXPERT_COUNTS
+    for alike in (_EXPERT_COUNTS, _LAYER_KINDS):
+        consequences |= alike if named & alike else set()
     fixed = fixed_values(architecture)
     written = hub_config(architecture, fixed)
-    # A null that `_check_fixed` accepts equals a missing key. Values known to be wrong are not passed to transformers,
-    # which would list a billion layers.
-    read = {key: value for key, value in config.items() if (value is not None or key not in fixed) and key not in named}
-    read |= {key: written[key] for key in named & written.keys()}
+    read = _readable(config, written, fixed.keys(), named)
+    for section in (TEXT, VISION) if has_sections(architecture) else ():
+        read[section] = _readable(config[section], written[section], fixed.keys(), named)
     for problem in check_meaning(read, written, architecture):
         is_of_rope = "rope_parameters." in problem.key
         if _last_word(problem.key) not in consequences and not (is_of_rope and named & _ROPE_WORDS):
             yield problem
+
+
+def _readable(
+    section: Mapping[str, Any], written: Mapping[str, Any], fixed: Collection[str], named: Collection[str]
+) -> dict[str, Any]:
+    """Return what transformers is to parse.
+
+    A null that `_check_fixed` accepts equals a missing key. Values known to be wrong are not passed to transformers,
+    which would list a billion layers.
+    """
+    read = {key: value for key, value in section.items() if (value is not None or key not in fixed)}
+    return {key: value for key, value in read.items() if key not in named} | {
+        key: written[key] for key in written if key in named
+    }
 
 
 def _last_word(key: str) -> str:

@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.checkpoint.formats.config_patch import PATCH_FILE, Change, apply_changes, write_patched
-from posttrain.checkpoint.formats.hf_config import ALIAS_CLASS, ALIAS_TYPE, CONFIG, lost_mtp_layers
+from posttrain.checkpoint.formats.config_sections import CONFIG
+from posttrain.checkpoint.formats.hf_config import ALIAS_CLASS, ALIAS_TYPE, lost_mtp_layers
 from posttrain.checkpoint.formats.hf_layout import read_object
 from posttrain.checkpoint.formats.resaved_weights import Forms, published_forms, published_specs, write_shard_again
 from posttrain.checkpoint.formats.safetensors_io import INDEX_NAME, CheckpointReader, TensorSpec
 from posttrain.checkpoint.formats.shard_writer import write_index
-from posttrain.checkpoint.formats.tied_copies import TIED
+from posttrain.checkpoint.formats.tied_copies import untying_changes
 from posttrain.checkpoint.formats.tokenizer_files import (
     GENERIC_CLASS,
     converted_tokenizer,
@@ -80,9 +81,9 @@ def _config_changes(model: Model, source: Path) -> list[Change]:
     config = read_object(source / CONFIG)
     changes = [Change("remove", "/auto_map", config["auto_map"], None)] if "auto_map" in config else []
     specs = published_specs(CheckpointReader(source).infos, model.architecture)
-    for key in lost_mtp_layers(config, model.architecture, specs):
-        log.warning("%s: %s is %r, and there is no MTP layer: the copy says 0", source, key, config[key])
-        changes.append(Change("replace", f"/{key}", config[key], 0))
+    for key, count in lost_mtp_layers(config, model.architecture, specs).items():
+        log.warning("%s: %s is %r, and there is no MTP layer: the copy says 0", source, key, count)
+        changes.append(Change("replace", f"/{key}", count, 0))
     return [*changes, *(_alias_config(config) if model.patch.target == ALIAS_TYPE else [])]
 
 
@@ -149,7 +150,7 @@ def patch_folder(
     remove_half_written(destination)
     patch, files = changes_for(model, source)
     if unties:
-        patch.setdefault(CONFIG, []).append(Change("replace", f"/{TIED}", True, False))
+        patch.setdefault(CONFIG, []).extend(untying_changes(read_object(source / CONFIG)))
     forms = functools.partial(_forms, model.architecture, dropped)
     shards = _shards_to_write(source, forms)
     left_out = _left_out(model, source_receipt) | {*patch, *files, *shards, *([INDEX_NAME] if shards else [])}

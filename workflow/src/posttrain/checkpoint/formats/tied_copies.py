@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO
 
+from posttrain.checkpoint.formats.config_patch import Change, apply_changes
+from posttrain.checkpoint.formats.config_sections import CONFIG, TIED, sections
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
 from posttrain.checkpoint.param_names import HEAD, embedding_name, optional_copies
 from posttrain.config.schema import Architecture
 from posttrain.errors import Problem
 
-TIED = "tie_word_embeddings"
 # How to treat copies that differ (`model.patch.copies`).
 REJECT, DROP, KEEP = "reject", "drop", "keep"
 _READ_BYTES = 8 << 20
@@ -39,7 +40,14 @@ def differing_copies(config: Mapping[str, Any], arch: Architecture, reader: Chec
 
 def read_as(config: Mapping[str, Any], differing: Mapping[str, str], choice: str) -> dict[str, Any]:
     """Return `config.json` after the choice: a kept output matrix is untied."""
-    return {**config, TIED: False} if choice == KEEP and HEAD in differing else dict(config)
+    changes = untying_changes(config) if choice == KEEP and HEAD in differing else []
+    return apply_changes(config, changes, CONFIG)
+
+
+def untying_changes(config: Mapping[str, Any]) -> list[Change]:
+    """Return the changes that declare output matrix and embedding untied, in each section that ties them."""
+    places = [f"/{name}/{TIED}" if name else f"/{TIED}" for name, section in sections(config) if section.get(TIED)]
+    return [Change("replace", place, True, False) for place in places]
 
 
 def check_copies(

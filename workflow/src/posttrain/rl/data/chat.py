@@ -17,6 +17,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from posttrain.checkpoint.formats.config_sections import sections
 from posttrain.checkpoint.formats.hf_layout import read_object
 from posttrain.errors import CheckpointError, ConfigError, Problem
 from posttrain.rl.data.deadline import deadline
@@ -274,7 +275,7 @@ def stop_token_ids(folder: Path) -> frozenset[int]:
         CheckpointError: The checkpoint names none, or an invalid token id.
     """
     files = [path for name in ("generation_config.json", "config.json") if (path := folder / name).exists()]
-    found = [read_object(path).get("eos_token_id") for path in files]
+    found = [part.get("eos_token_id") for path in files for _, part in sections(read_object(path))]
     # An empty list counts as missing, as in SGLang.
     ids = next((ids for ids in found if ids not in (None, [])), None)
     if ids is None:

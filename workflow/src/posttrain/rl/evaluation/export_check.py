@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from posttrain.checkpoint.formats.hf_config import CONFIG
+from posttrain.checkpoint.formats.config_sections import CONFIG
 from posttrain.checkpoint.formats.hf_layout import check_layout, read_object
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
 from posttrain.checkpoint.formats.tied_copies import KEEP, differing_copies

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from posttrain.checkpoint.formats.config_patch import apply_changes, read_patch
-from posttrain.checkpoint.formats.hf_config import CONFIG
+from posttrain.checkpoint.formats.config_sections import CONFIG
 from posttrain.checkpoint.formats.hf_layout import read_object
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
 from posttrain.report.progress import ProgressBar
