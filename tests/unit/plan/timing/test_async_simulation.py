@@ -151,7 +151,7 @@ def test_nothing_is_older_than_the_bound(mode: str, max_staleness: int) -> None:
 
 def measured_rows() -> dict[tuple[float, int], tuple[float, float, float]]:
     """Return (update over rollout, staleness) -> seconds, gain and bound that `benchmarks/async_rollouts.py` wrote."""
-    block = BENCHMARKS.read_text().split("<!-- written by async_rollouts.py -->")[1].split("| claim |")[0]
+    block = BENCHMARKS.read_text().split("<!-- written by async_rollouts.py -->")[1].split("| tail_fraction |")[0]
     rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in block.splitlines()]
     numbers = [[float(cell) for cell in row[:5]] for row in rows if row[0].replace(".", "").isdigit()]
     return {(share, int(staleness)): (seconds, gain, bound) for share, staleness, seconds, gain, bound in numbers}
