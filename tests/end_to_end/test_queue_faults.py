@@ -56,11 +56,16 @@ EPISODES = {
     "rollout.max_response_tokens": 60,
     "reward.max_failure_share": 1,
 }
-GUESS = """class Guess:
+GUESS = """import os
+from pathlib import Path
+
+
+class Guess:
     def __init__(self, seed):
         self.num_turns, self.most = 0, 2 + seed % 2
 
     async def reset(self, row):
+        Path(__file__).with_name(f"serving-{os.getpid()}").touch()
         return row["messages"], None
 
     async def step(self, action):
@@ -72,8 +77,8 @@ GUESS = """class Guess:
         return float(self.is_right)
 """
 WORKER = "posttrain.rl.environments.worker"
-# To import its modules takes a process that long, on busy cores.
-SERVING_SECONDS = 2.0
+# A rank that writes no file for so long hangs; busy cores take ten times as long to import its modules as quiet ones.
+QUIET_SECONDS = 180.0
 RUNS = {
     "recompute": {"rollout.on_new_weights": "recompute", "rollout.max_staleness": 2},
     "keep": {"rollout.on_new_weights": "keep", "rollout.max_staleness": 1},
@@ -139,11 +144,11 @@ class Training:
             urls = [f"http://127.0.0.1:{port}" for port in ports]
             words = [str(self.folder), str(self._draw(NUM_MOMENTS)), *urls]
             rank = ForkedProgram("tests.support.queue_rank", words, ENVIRONMENT)
-            began = time.monotonic()
+            began = time.time()
             while rank.poll() is None:
                 self._replace_dead(engines)
                 self._kill_worker()
-                if time.monotonic() - began > 60:
+                if time.time() - max(began, self._last_written()) > QUIET_SECONDS:
                     rank.kill()
                     pytest.fail(f"{self.folder}: the rank hangs\n{rank.communicate(10)[0][-4000:]}")
                 time.sleep(0.005)
@@ -159,6 +164,11 @@ class Training:
         assert "do not generate" not in output.splitlines()[-1], "asked while weights were sent"
         return False
 
+    def _last_written(self) -> float:
+        """Return when an entry of the run's folders was last made or removed, in seconds of the epoch."""
+        folders = [self.folder, self.folder / "run", self.folder / "run/rollouts"]
+        return max(folder.stat().st_mtime for folder in folders if folder.exists())
+
     def _workers(self) -> list[psutil.Process]:
         """Return the processes of this training's environments."""
         everyone = psutil.process_iter(["cmdline"])
@@ -166,13 +176,20 @@ class Training:
         return [one for one, line in words if WORKER in line and any(str(self.folder) in word for word in line)]
 
     def _kill_worker(self) -> None:
-        """End a process of environments now and then, one that has begun to serve."""
+        """End a process of environments, or its supervisor, now and then: one that has begun to play an episode.
+
+        One that still imports is left alone: on busy cores no environment would ever begin.
+        """
         if self._has_episodes and self._chance.random() < 0.01:
-            for worker in self._workers()[:1]:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    if time.time() - worker.create_time() > SERVING_SECONDS:
-                        worker.kill()
+            workers = self._workers()
+            for worker in workers:
+                if (note := self.folder / f"serving-{worker.pid}").exists():
+                    note.unlink()
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        family = [worker, *(one for one in workers if one.pid == worker.ppid())]
+                        self._chance.choice(family).kill()
                         self.num_worker_deaths += 1
+                    return
 
     def _check_no_worker_is_left(self) -> None:
         """No process of an environment outlives its trainer."""
