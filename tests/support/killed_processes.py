@@ -224,10 +224,16 @@ def processes_in(folder: Path) -> Mapping[int, list[str]]:
 
 
 def _kind(process: psutil.Process) -> str:
+    """Return the target that a process is, "" for none."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        line = process.cmdline()
-        kind = next((kind for kind, word in STARTED.items() if any(part.endswith(word) for part in line[:6])), "")
-        # bubblewrap starts itself again as the first process inside, whose end is the program's.
+        if kind := _started(process):
+            return kind
         parent = process.parent()
-        return "" if kind == SANDBOX and parent and _kind(parent) == SANDBOX else kind
+        # The end of the first process inside is the sandbox's; that of others is their program's.
+        return SANDBOX if parent and _started(parent) == SANDBOX else ""
     return ""
+
+
+def _started(process: psutil.Process) -> str:
+    line = process.cmdline()
+    return next((kind for kind, word in STARTED.items() if any(part.endswith(word) for part in line[:6])), "")

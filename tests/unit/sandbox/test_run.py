@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from posttrain.sandbox import bubblewrap
+from posttrain.sandbox import bubblewrap, cgroup
 from posttrain.sandbox import run as run_module
 from posttrain.sandbox.program import Limits, Program, Result, SandboxUnavailable
 from posttrain.sandbox.run import run, run_sync
@@ -241,17 +241,46 @@ def test_a_sandbox_that_cannot_be_made_is_no_result() -> None:
     assert "sandbox.address" in said.stdout
 
 
-def test_a_sandbox_that_is_killed_from_outside_is_no_result() -> None:
+async def family_of(before: set[psutil.Process]) -> list[psutil.Process]:
+    """Wait for a program to start; return bubblewrap, the first process inside, and the program's."""
+    while len(family := descendants() - before) < 3:
+        await asyncio.sleep(0.01)
+    return sorted(family, key=lambda one: one.pid)
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["bubblewrap", "the first process inside"])
+def test_a_sandbox_that_is_killed_from_outside_is_no_result(place: int) -> None:
     async def killed() -> None:
-        task = asyncio.create_task(run(Program("import time\ntime.sleep(300)"), QUICK))
-        await asyncio.sleep(0.5)
-        for process in descendants() - before:
-            process.send_signal(signal.SIGKILL)
+        task = asyncio.create_task(run(Program("import time\ntime.sleep(300)"), Limits(seconds=300)))
+        (await family_of(before))[place].kill()
         await task
 
     before = descendants()
     with pytest.raises(SandboxUnavailable, match="ended from outside"):
         asyncio.run(killed())
+    assert descendants() == before
+
+
+def test_a_program_that_is_killed_while_the_machine_has_no_memory_left_is_no_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel's counter is a file of this test, which kills as the kernel does."""
+    counter = tmp_path / "vmstat"
+    monkeypatch.setattr(cgroup, "VMSTAT", counter)
+
+    async def killed(num_kills: int) -> Result:
+        counter.write_text("nr_free_pages 12\noom_kill 3\n")
+        task = asyncio.create_task(run(Program("import time\ntime.sleep(300)"), Limits(seconds=300)))
+        *_, program = await family_of(before)
+        counter.write_text(f"nr_free_pages 12\noom_kill {num_kills}\n")
+        program.kill()
+        return await task
+
+    before = descendants()
+    own = asyncio.run(killed(3))
+    assert (own.ended, own.exit_code) == ("killed", 137)
+    with pytest.raises(SandboxUnavailable, match="the machine ran out of memory"):
+        asyncio.run(killed(4))
 
 
 def test_lower_limits_of_the_caller_stay() -> None:

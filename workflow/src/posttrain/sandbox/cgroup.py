@@ -15,6 +15,7 @@ from pathlib import Path
 from posttrain.sandbox.program import Limits
 
 ROOT = Path("/sys/fs/cgroup")
+VMSTAT = Path("/proc/vmstat")
 CONTROLLERS = {"memory", "pids"}
 _PREFIX = "posttrain-sandbox"
 _numbers = itertools.count()
@@ -87,6 +88,14 @@ def has_run_out_of_memory(folder: Path) -> bool:
     """Return whether the kernel ended processes of a cgroup because they exceeded its memory."""
     words = (folder / "memory.events").read_text(encoding="utf-8").split()
     return int(dict(zip(words[::2], words[1::2], strict=True)).get("oom_kill", 0)) > 0
+
+
+def count_oom_kills() -> int:
+    """Return how many processes the kernel has killed on this machine because memory ran out; 0 if it does not say."""
+    with contextlib.suppress(OSError):
+        rows = map(str.split, VMSTAT.read_text(encoding="utf-8").splitlines())
+        return int(dict(rows).get("oom_kill", 0))
+    return 0
 
 
 def _remove_abandoned(parent: Path) -> None:

@@ -48,11 +48,13 @@ def _wait(number: int) -> None:
     os.write(number, b"r")
     if os.read(number, 1) != b"g":
         os._exit(1)
-    os.close(number)
 
 
-def _reap_until(child: int) -> None:
-    """End with the exit code of a child, and with it all processes of the namespace."""
+def _reap_until(child: int, caller: int) -> None:
+    """End with the exit code of a child, and with it all processes of the namespace.
+
+    The caller is told first: if it hears nothing, this process was killed from outside.
+    """
     # The kernel keeps signals from its namespace off the first process, unless it handles them.
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
     for number in range(3):
@@ -60,6 +62,7 @@ def _reap_until(child: int) -> None:
     ended = 0
     while ended != child:
         ended, status = os.wait()
+    os.write(caller, b"e")
     os._exit(128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status))
 
 
@@ -94,7 +97,8 @@ def _start(caller: str, limits: str, rules: str, *command: str) -> None:
         _restrict(rules)
     _wait(int(caller))
     if child := os.fork():
-        _reap_until(child)
+        _reap_until(child, int(caller))
+    os.close(int(caller))
     _limit(limits)
     if len(command) == 1:
         _run_source(command[0])

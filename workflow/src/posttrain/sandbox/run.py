@@ -24,7 +24,13 @@ from typing import Literal
 
 from posttrain.errors import one_line
 from posttrain.sandbox.bubblewrap import WRITABLE, bwrap_options, find_bwrap
-from posttrain.sandbox.cgroup import add_process, find_delegated, has_run_out_of_memory, limited_cgroup
+from posttrain.sandbox.cgroup import (
+    add_process,
+    count_oom_kills,
+    find_delegated,
+    has_run_out_of_memory,
+    limited_cgroup,
+)
 from posttrain.sandbox.landlock import find_abi, landlock_rules
 from posttrain.sandbox.program import MAIN, REMEDY, WORK, Ended, Limits, Program, Result, SandboxUnavailable
 from posttrain.sandbox.python_root import find_python
@@ -164,6 +170,7 @@ class _Sandbox:
         self._init = self._pidfd = -1
         self._exceeded: Ended | None = None
         self._truncated: list[str] = []
+        self._oom_kills = count_oom_kills()
 
     async def await_start(self) -> None:
         """Wait until the sandbox stands, then let its program start.
@@ -199,10 +206,27 @@ class _Sandbox:
             code = await self._wait()
         finally:
             watching.cancel()
-        if code < 0 and not self._exceeded:
-            raise SandboxUnavailable(f"the sandbox was ended from outside by signal {-code}")
+        ended = self._ended(code)
+        if ended in ("exit", "killed"):
+            self._check_own_end(code)
         seconds = time.monotonic() - started
-        return Result(self._ended(code), code, stdout, stderr, tuple(sorted(self._truncated)), seconds)
+        return Result(ended, code, stdout, stderr, tuple(sorted(self._truncated)), seconds)
+
+    def _check_own_end(self, code: int) -> None:
+        """Check that the program ended within the sandbox.
+
+        Raises:
+            SandboxUnavailable: The sandbox was killed, or the machine ran out of memory when the program was. No
+                process inside can kill the first one.
+        """
+        try:
+            is_own = self._ours.recv(1) == b"e"
+        except OSError:
+            is_own = False
+        if not is_own:
+            raise SandboxUnavailable("the sandbox was ended from outside")
+        if code == 128 + signal.SIGKILL and count_oom_kills() > self._oom_kills:
+            raise SandboxUnavailable("the program was killed while the machine ran out of memory")
 
     async def end(self) -> None:
         """End what still runs, and wait until it has ended.
