@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from aiohttp import ClientSession
+from aiohttp.test_utils import TestClient, TestServer
 from safetensors.torch import load_file
 from tests.support.hub_tensors import fill
 from tests.support.megatron_single import CONFIG_DIR, initialize_single_rank
@@ -23,13 +25,15 @@ from posttrain.config.schema import Config
 from posttrain.plan.resolve import resolve
 from posttrain.rl.data.chat import ChatTokenizer
 from posttrain.rl.engines.client import EngineClient
-from posttrain.rl.engines.engine_endpoints import client_of, engines_to_ask
+from posttrain.rl.engines.engine_endpoints import EngineEndpoints, client_of, engines_to_ask
 from posttrain.rl.engines.responses import GenerateRequest, GenerateResult
+from posttrain.rl.engines.secret import authorization
 from posttrain.rl.environments.calculator import TOOL
 from posttrain.rl.environments.protocol import Message, Observation
 from posttrain.rl.rollout.episode import Episode, EpisodeRunner
 from posttrain.rl.training.batch import pack_trajectories
 from posttrain.types import Prompt, Trajectory
+from posttrain_verifiers.engine import TokenEndpoint
 
 # |engine - transformers| and |engine - trainer| in nats, of FP32 models.
 BOUND = {"embedded": 1e-5, "sglang": 1e-4}
@@ -139,12 +143,7 @@ def check_trainer(config: Config, checkpoint: Path, episodes: Sequence[Episode],
     assert bound < mean <= config.trainer.mismatch.bf16
 
 
-@pytest.mark.parametrize(
-    ("engine", "count"), [("embedded", 30), pytest.param("sglang", 100, marks=[pytest.mark.slow, pytest.mark.sglang])]
-)
-def test_trained_tokens_are_sampled_tokens(engine: str, count: int, checkpoint: Path, tmp_path: Path) -> None:
-    if engine == "sglang":
-        require_sglang()
+def config_of(engine: str) -> Config:
     settings = {
         "data.environment": "calculator",
         "data.reward": "environment",
@@ -154,7 +153,16 @@ def test_trained_tokens_are_sampled_tokens(engine: str, count: int, checkpoint: 
         **(SGLANG if engine == "sglang" else {}),
     }
     words = " ".join(f"{key}={value}" for key, value in settings.items() if not isinstance(value, dict))
-    config = resolve({"model": "tiny_qwen3", "site": "local", "set": words}, CONFIG_DIR).config
+    return resolve({"model": "tiny_qwen3", "site": "local", "set": words}, CONFIG_DIR).config
+
+
+@pytest.mark.parametrize(
+    ("engine", "count"), [("embedded", 30), pytest.param("sglang", 100, marks=[pytest.mark.slow, pytest.mark.sglang])]
+)
+def test_trained_tokens_are_sampled_tokens(engine: str, count: int, checkpoint: Path, tmp_path: Path) -> None:
+    if engine == "sglang":
+        require_sglang()
+    config = config_of(engine)
     played = asyncio.run(play_all(config, checkpoint, tmp_path / "logs", count))
     assert len(played) == count
     assert sum(len(turns) for _, turns in played) > 2 * count
@@ -176,3 +184,43 @@ def test_trained_tokens_are_sampled_tokens(engine: str, count: int, checkpoint: 
     print(f"{engine}: {count} episodes, {sum(len(turns) for _, turns in played)} turns, largest {largest:.2g} nats")
     assert largest <= BOUND[engine]
     check_trainer(config, checkpoint, [episode for episode, _ in played], BOUND[engine])
+
+
+@pytest.mark.parametrize("engine", ["embedded", pytest.param("sglang", marks=[pytest.mark.slow, pytest.mark.sglang])])
+def test_vllms_endpoint_in_front_of_an_engine(engine: str, checkpoint: Path, tmp_path: Path) -> None:
+    """It has the tokens and log-probabilities of `/generate`, asks for the engine's secret, and ignores no parameter."""
+    if engine == "sglang":
+        require_sglang()
+    config = config_of(engine)
+
+    async def ask(engines: EngineEndpoints) -> None:
+        async with client_of(config, engines):  # waits until they are ready
+            await ask_both(engines.urls[0], engines.secret)
+
+    with engines_to_ask(config, checkpoint, tmp_path / "logs") as engines:
+        asyncio.run(ask(engines))
+
+
+async def ask_both(engine: str, secret: str) -> None:
+    prompt, greedy = [5, 7, 9, 11], {"temperature": 0.0, "stop_token_ids": [3]}
+    vllms = {"token_ids": prompt, "sampling_params": {**greedy, "max_tokens": 12, "logprobs": 1}}
+    params = {**greedy, "max_new_tokens": 12}
+    server = TestServer(TokenEndpoint(engine).app())
+    async with TestClient(server, headers=authorization(secret)) as front, ClientSession(engine) as direct:
+        body = {"input_ids": prompt, "sampling_params": params, "return_logprob": True}
+        answer = await direct.post("/generate", json=body, headers=authorization(secret))
+        expected = (await answer.json())["meta_info"]
+        (choice,) = (await (await front.post("/inference/v1/generate", json=vllms)).json())["choices"]
+        assert choice["token_ids"] == [token for _, token, *_ in expected["output_token_logprobs"]]
+        told = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+        assert told == pytest.approx([logprob for logprob, *_ in expected["output_token_logprobs"]], abs=1e-6)
+        assert [entry["token"] for entry in choice["logprobs"]["content"]] == [
+            f"token_id:{token}" for token in choice["token_ids"]
+        ]
+        assert choice["finish_reason"] == expected["finish_reason"]["type"]
+        assert (await (await front.get("/v1/models")).json())["data"]
+        for wrong in ({"n": 2}, {"max_tokens": None}, {"stop": ["a"]}):
+            refused = {**vllms, "sampling_params": vllms["sampling_params"] | wrong}
+            assert (await front.post("/inference/v1/generate", json=refused)).status == 400
+        without = {"Authorization": "Bearer wrong"}
+        assert (await front.post("/inference/v1/generate", json=vllms, headers=without)).status == 401
