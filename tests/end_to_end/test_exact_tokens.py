@@ -188,7 +188,7 @@ def test_trained_tokens_are_sampled_tokens(engine: str, count: int, checkpoint: 
 
 @pytest.mark.parametrize("engine", ["embedded", pytest.param("sglang", marks=[pytest.mark.slow, pytest.mark.sglang])])
 def test_vllms_endpoint_in_front_of_an_engine(engine: str, checkpoint: Path, tmp_path: Path) -> None:
-    """It has the tokens and log-probabilities of `/generate`, asks for the engine's secret, and ignores no parameter."""
+    """Tokens and log-probabilities are those of `/generate`; a wrong secret and unknown parameters are rejected."""
     if engine == "sglang":
         require_sglang()
     config = config_of(engine)
