@@ -18,8 +18,8 @@ from aiohttp import web
 MAX_REQUEST_BYTES = 64 << 20
 # vLLM's sampling parameters, by SGLang's names.
 RENAMED = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
-SAME = ("temperature", "top_p", "top_k", "min_p", "stop_token_ids", "ignore_eos")
-SAME += ("repetition_penalty", "frequency_penalty", "presence_penalty")
+SAME = {"temperature", "top_p", "top_k", "min_p", "stop_token_ids", "ignore_eos"}
+SAME |= {"repetition_penalty", "frequency_penalty", "presence_penalty"}
 # Those without another name there, and the values with which they change no token.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {"logprobs": (0, 1), "n": (1,), "skip_special_tokens": (False, True)}
 
