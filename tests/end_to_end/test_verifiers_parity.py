@@ -17,6 +17,7 @@ from tests.support.workflow_runs import ROOT
 
 from posttrain.rl.data.chat import ChatTokenizer
 from posttrain.rl.environments.protocol import EpisodeReward
+from posttrain.rl.environments.tool_calls import parse_action
 
 pytestmark = pytest.mark.faults("environments")
 ENVIRONMENTS = Path(os.environ.get("POSTTRAIN_ENVIRONMENTS") or ROOT / ".envs" / "environments")
@@ -36,7 +37,8 @@ def episodes_of_qwen3(chat: ChatTokenizer) -> dict[str, ScriptedEpisode]:
     return {
         "tool": ScriptedEpisode(ASKED, [called, said], [TOOL], [0.5, 1.0], TOOLS),
         "two tools": ScriptedEpisode(ASKED, [called, called, said], [TOOL, TOOL], [0.25, 0.5, 1.0], TOOLS),
-        "two user turns": ScriptedEpisode(ASKED, [said, said], [MORE], [-0.5, 1.0]),
+        "two user turns": ScriptedEpisode(ASKED, [respond(chat, "12", end), said], [MORE], [-0.5, 1.0]),
+        "two user turns, rare tokens": ScriptedEpisode(ASKED, [said, said], [MORE], [-0.5, 1.0]),
         "thinking": ScriptedEpisode(ASKED, [respond(chat, think, "1", "2", end), said], [MORE], [0.0, 1.0]),
         "another stop token": ScriptedEpisode(
             ASKED, [respond(chat, QWEN3_CALL, "<|endoftext|>"), said], [TOOL], [0.0, 1.0], TOOLS
@@ -45,14 +47,19 @@ def episodes_of_qwen3(chat: ChatTokenizer) -> dict[str, ScriptedEpisode]:
 
 
 def episodes_of_glm(chat: ChatTokenizer) -> dict[str, ScriptedEpisode]:
-    no_think, think = "<think></think>\n", "<think>3</think>\n"
+    no_think, think = "\n<think></think>\n", "\n<think>3</think>\n"
     said, called = respond(chat, no_think, "1", "2", "<|user|>"), respond(chat, no_think, GLM_CALL, "<|observation|>")
+    usual = respond(chat, f"{no_think}12", "<|user|>")
     return {
         "tool": ScriptedEpisode(ASKED, [called, said], [TOOL], [0.5, 1.0], TOOLS),
-        "two user turns": ScriptedEpisode(ASKED, [said, said], [MORE], [-0.5, 1.0]),
+        "two user turns": ScriptedEpisode(ASKED, [usual, said], [MORE], [-0.5, 1.0]),
+        "two user turns, rare tokens": ScriptedEpisode(ASKED, [said, said], [MORE], [-0.5, 1.0]),
         "thinking": ScriptedEpisode(ASKED, [respond(chat, think, "1", "2", "<|user|>"), said], [MORE], [0.0, 1.0]),
         "another stop token": ScriptedEpisode(
             ASKED, [respond(chat, no_think, GLM_CALL, "<|user|>"), said], [TOOL], [0.0, 1.0], TOOLS
+        ),
+        "no line break": ScriptedEpisode(
+            ASKED, [respond(chat, no_think[1:], GLM_CALL, "<|observation|>"), said], [TOOL], [0.5, 1.0], TOOLS
         ),
     }
 
@@ -60,21 +67,24 @@ def episodes_of_glm(chat: ChatTokenizer) -> dict[str, ScriptedEpisode]:
 FAMILIES = {"qwen3": (QWEN3, episodes_of_qwen3), "glm-4.5": (GLM, episodes_of_glm)}
 # Renderers keep what was sampled across user turns only if they are told to.
 HISTORIES: dict[str, dict[str, str]] = {"keep": {"thinking_retention": "all"}, "template": {}}
-# Where the sequences are not the same: how many are ours, how many theirs, and why.
+# Where the sequences are not the same, and why.
+ENDED = "we end a turn as its template does, they leave it at <|endoftext|>"
+REWRITTEN = "the template would write the turn otherwise, so we begin anew; they ask whether it drops thinking"
+MERGED = "the template changes nothing, so we keep the tokens; they render anew at a user's turn, with merged tokens"
 DIFFERENT = {
-    "qwen3 keep another stop token": (1, 1, "we end a turn as its template does, they leave it at <|endoftext|>"),
-    "qwen3 template another stop token": (2, 1, "we ask whether the text is the template's, they whether thinking is"),
-    "qwen3 template two user turns": (1, 2, "they begin anew at a user's turn, also where nothing is rewritten"),
-    "glm-4.5 template tool": (2, 1, "the template writes a line break before <think></think>, the model after it"),
-    "glm-4.5 template another stop token": (2, 1, "the same"),
+    "qwen3 keep another stop token": ENDED,
+    "qwen3 template another stop token": REWRITTEN,
+    "qwen3 template two user turns, rare tokens": MERGED,
+    "glm-4.5 template another stop token": REWRITTEN,
+    "glm-4.5 template no line break": REWRITTEN,
+    "glm-4.5 template two user turns, rare tokens": MERGED,
 }
-EQUAL = {
-    *(f"qwen3 {history} {name}" for history in HISTORIES for name in ("tool", "two tools", "thinking")),
-    *(f"glm-4.5 {history} {name}" for history in HISTORIES for name in ("two user turns", "thinking")),
-    "qwen3 keep two user turns",
-    "glm-4.5 keep tool",
-    "glm-4.5 keep another stop token",
+NAMES = ("tool", "two user turns", "two user turns, rare tokens", "thinking", "another stop token")
+OF_ONE = {"qwen3": "two tools", "glm-4.5": "no line break"}
+PLAYED = {
+    f"{family} {history} {name}" for family in FAMILIES for history in HISTORIES for name in (*NAMES, OF_ONE[family])
 }
+EQUAL = PLAYED - {*DIFFERENT}
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +115,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[ChatToke
     return {key: (*asked[key], record) for key, record in zip(asked, records, strict=True)}
 
 
-@pytest.mark.parametrize("key", sorted(EQUAL | {*DIFFERENT}))
+@pytest.mark.parametrize("key", sorted(PLAYED))
 def test_what_is_sampled_and_rewarded_is_the_same(played: dict, key: str) -> None:
     chat, episode, theirs = played[key]
     ours = play_ours(chat, episode, key.split()[1])
@@ -118,24 +128,42 @@ def test_what_is_sampled_and_rewarded_is_the_same(played: dict, key: str) -> Non
     assert theirs["reward"] == ours.grade.reward == sum(episode.rewards)
 
 
+def theirs_of(record: dict) -> list[tuple[list[int], list[int]]]:
+    """Return tokens and mask of each sequence of a record."""
+    return [(branch["tokens"], branch["mask"]) for branch in record["branches"]]
+
+
 @pytest.mark.parametrize("key", sorted(EQUAL))
 def test_sequences_are_the_same(played: dict, key: str) -> None:
-    chat, episode, theirs = played[key]
-    ours = segments_of(play_ours(chat, episode, key.split()[1]))
-    assert [(branch["tokens"], branch["mask"]) for branch in theirs["branches"]] == ours
+    chat, episode, record = played[key]
+    assert theirs_of(record) == segments_of(play_ours(chat, episode, key.split()[1]))
 
 
 @pytest.mark.parametrize("key", DIFFERENT)
 def test_where_sequences_differ(played: dict, key: str) -> None:
-    chat, episode, theirs = played[key]
-    ours = segments_of(play_ours(chat, episode, key.split()[1]))
-    counts = (len(ours), len(theirs["branches"]))
-    assert counts == DIFFERENT[key][:2]
-    if counts == (1, 1):
-        (tokens, _), (branch,) = ours[0], theirs["branches"]
-        assert chat.text_of(tokens).replace("<|endoftext|><|im_end|>", "<|endoftext|>") == chat.text_of(
-            branch["tokens"]
-        )
+    """And in nothing else than the reason says."""
+    chat, episode, record = played[key]
+    ours, theirs, why = segments_of(play_ours(chat, episode, key.split()[1])), theirs_of(record), DIFFERENT[key]
+    if why == ENDED:
+        ((tokens, _),), ((their_tokens, _),) = ours, theirs
+        ended = chat.text_of(tokens).replace("<|endoftext|><|im_end|>", "<|endoftext|>")
+        assert ended == chat.text_of(their_tokens) != chat.text_of(tokens)
+        return
+    kept = theirs_of(played[key.replace("template", "keep")][2])
+    assert len(kept) == 1
+    if why == REWRITTEN:
+        assert theirs == kept
+        answered = parse_action(chat.text_of_turn(episode.responses[0].tokens), episode.tools)
+        rendered = chat.render([*episode.messages, answered, *episode.observations[0]], episode.tools)
+        _, (tokens, mask) = ours
+        assert tokens == [*rendered, *episode.responses[1].tokens]
+        assert mask == [0] * len(rendered) + [1] * len(episode.responses[1].tokens)
+    else:
+        assert ours == kept
+        assert [chat.text_of(tokens) for tokens, _ in theirs] == [
+            chat.text_of(ours[0][0])[: len(chat.text_of(theirs[0][0]))],
+            chat.text_of(ours[0][0]),
+        ]
 
 
 def test_what_their_records_lack(played: dict) -> None:
