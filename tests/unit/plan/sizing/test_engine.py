@@ -1,7 +1,9 @@
 import dataclasses
 
 import pytest
+from tests.support.tiny_checkpoint import TINY_QWEN3, TINY_QWEN3_5
 
+from posttrain.config.vision import VisionTower
 from posttrain.plan.sizing.engine import (
     NOT_MODELLED,
     POOL_BOUND,
@@ -9,10 +11,12 @@ from posttrain.plan.sizing.engine import (
     kv_bytes_per_token,
     kv_tokens,
     serving_gib_per_gpu,
+    state_bytes,
     weights_bytes_per_gpu,
 )
 from posttrain.plan.sizing.memory import GIB
-from posttrain.plan.sizing.model_size import mtp_weights
+from posttrain.plan.sizing.model_size import mtp_weights, vision_weights
+from posttrain.plan.timing.decoding import DecodingGpus
 
 
 def test_kv_cache_of_glm5_as_printed_by_a_server(resolved):
@@ -47,6 +51,24 @@ def test_grouped_query_attention_caches_a_key_and_a_value_per_head(resolved, mod
     assert [kv_bytes_per_token(arch, n) * n for n in (2, heads, 4 * heads)] == [
         kv_bytes_per_token(arch) * repeats for repeats in (1, 1, 4)
     ]
+
+
+def test_a_delta_net_has_a_state_per_request_instead_of_a_cache(resolved):
+    """2 of 4 layers attend; the others hold 4 heads of 16 x 24 in FP32 and 3 inputs of 160 channels in BF16."""
+    assert kv_bytes_per_token(TINY_QWEN3_5) == 2 * 2 * 2 * 16 * 2
+    state = 2 * (4 * 4 * 16 * 24 + 2 * 3 * 160)
+    assert [state_bytes(TINY_QWEN3_5, gpus) for gpus in (1, 2, 4)] == [state, state / 2, state / 2]  # of 2 key heads
+    assert state_bytes(TINY_QWEN3) == 0
+    decoder = DecodingGpus(TINY_QWEN3_5, resolved("glm5").config.hardware, 1, "bf16", True)
+    assert decoder.cache_bytes(100) - decoder.cache_bytes(50) == 50 * kv_bytes_per_token(TINY_QWEN3_5)
+    assert decoder.cache_bytes(0) == 2 * state
+
+
+def test_the_vision_tower_is_on_each_gpu_of_an_engine():
+    blind = dataclasses.replace(TINY_QWEN3_5, vision=VisionTower())
+    tower = sum(weight.bf16_bytes for weight in vision_weights(TINY_QWEN3_5))
+    sizes = [weights_bytes_per_gpu(arch, 2, "bf16", "tensor_parallel") for arch in (TINY_QWEN3_5, blind)]
+    assert sizes[0] - sizes[1] == tower > 0
 
 
 def test_one_gpu_holds_all_heads_unless_tensor_parallelism_spreads_them(resolved):

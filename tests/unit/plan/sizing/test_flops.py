@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 import torch
-from tests.support.tiny_checkpoint import TINY, TINY_DEEPSEEK, make_random_checkpoint
+from tests.support.tiny_checkpoint import TINY, TINY_DEEPSEEK, TINY_QWEN3_5, make_random_checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from posttrain.plan.sizing.flops import sequence_flops
@@ -48,6 +48,14 @@ def test_sparse_pairs_by_hand():
     assert flops.indexer == 2 * 3 * 4 * (16 + 1) * 15
     dense = sequence_flops(dataclasses.replace(TINY, index_topk=5), 5)
     assert dense.attention == flops.attention * 15 / 9
+
+
+def test_a_delta_net_by_hand():
+    """2 of 4 layers attend. 4 heads of 16 x 24 read and write their state; 160 channels pass a convolution of 4."""
+    flops = sequence_flops(TINY_QWEN3_5, 5)
+    assert flops.attention == 2 * 2 * 4 * (16 + 16) * 15
+    assert flops.delta_net == 2 * 5 * (6 * 4 * 16 * 24 + 2 * 160 * 4)
+    assert flops.backward == 2 * (flops.linear + flops.head + flops.attention + flops.delta_net)
 
 
 def test_backward_and_recomputation():

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.tiny_checkpoint import transformers_config
+from tests.support.tiny_checkpoint import QWEN3_5, transformers_config
 from transformers import AutoModelForCausalLM
 
 from posttrain.checkpoint.param_names import expected_tensors
@@ -18,6 +18,7 @@ from posttrain.plan.sizing.model_size import (
     model_weights,
     mtp_weights,
     parameters_by_component,
+    saved_weights,
 )
 
 MODELS = sorted(path.stem for path in (Path(__file__).resolve().parents[4] / "config" / "models").glob("*.yaml"))
@@ -154,6 +155,20 @@ def test_bytes_equal_those_of_the_checkpoint_tables(resolved, model):
     assert sum(weight.bf16_bytes for weight in weights) == sum(_size(spec) for spec in specs.values())
     served = [spec for name, found in specs.items() for spec in _served(name, found)]
     assert sum(weight.fp8_bytes for weight in weights) == sum(_size(spec) for spec in served)
+
+
+@pytest.mark.parametrize("arch", QWEN3_5.values(), ids=QWEN3_5)
+def test_bytes_of_delta_nets_gates_and_vision_towers_equal_those_of_the_tables(arch):
+    specs, weights = expected_tensors(arch), saved_weights(arch)
+    assert sum(weight.count for weight in weights) == len(specs)
+    assert sum(weight.bf16_bytes for weight in weights) == sum(_size(spec) for spec in specs.values())
+    served = [spec for name, found in specs.items() for spec in _served(name, found)]
+    assert sum(weight.fp8_bytes for weight in weights) == sum(_size(spec) for spec in served)
+    parts = parameters_by_component(weights)
+    # Two delta nets, of 192 channels, 96 values, 2 x 4 heads; kernels of 4; 4 decays and biases; two attentions and
+    # that of the MTP layer, of 64 queries and as many gates, 2 x 32 keys and values.
+    assert parts["delta_net"] == 2 * ((192 + 96 + 8 + 96) * 64 - 32 * 64 + 160 * 4 + 2 * 4)
+    assert parts["attention"] == 3 * (2 * 64 + 2 * 32 + 64) * 64
 
 
 @pytest.mark.parametrize("model", ["tiny", "glm5", "glm5.2", "moonlight", "deepseek_v3", "qwen3_0.6b", "qwen3_30b_a3b"])

@@ -51,8 +51,8 @@ def layer_of(hf_name: str) -> int | None:
 
 
 def is_mtp(hf_name: str, num_layers: int) -> bool:
-    """Return whether a tensor belongs to an MTP layer of a model with so many decoder layers."""
-    return hf_name.startswith(_MTP) or (layer_of(hf_name) or 0) >= num_layers
+    """Return whether a tensor belongs to an MTP layer of a model with so many decoder layers; 0: unknown."""
+    return hf_name.startswith(_MTP) or (layer_of(hf_name) or 0) >= num_layers > 0
 
 
 def fused_with(hf_name: str) -> tuple[str, ...]:
@@ -95,7 +95,7 @@ class Selection:
         return not self._keeps_layer(hf_name) and not any(re.search(p, hf_name) for p in self.keep_modules)
 
     def _keeps_layer(self, hf_name: str) -> bool:
-        if self.num_layers and is_mtp(hf_name, self.num_layers):
+        if is_mtp(hf_name, self.num_layers):
             return not self.mtp
         layer = layer_of(hf_name)
         assert layer is not None, hf_name

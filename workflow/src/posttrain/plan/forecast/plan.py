@@ -41,6 +41,7 @@ from posttrain.plan.sizing.model_size import (
     model_weights,
     mtp_weights,
     parameters_by_component,
+    vision_weights,
 )
 from posttrain.plan.sizing.node_copy import node_copies
 from posttrain.plan.sizing.untracked_memory import uncertainty_gib, untracked_terms
@@ -152,13 +153,14 @@ def _node_copies_part(config: Config, rates: duration.Bandwidths) -> list[dict[s
 
 def _model_part(config: Config) -> dict[str, Any]:
     arch = config.model.architecture
-    weights = model_weights(arch)
+    weights, vision = model_weights(arch), vision_weights(arch)
     return {
         "name": config.model.name,
         "model_type": arch.model_type,
         "num_parameters": count_parameters(weights),
         "num_active_parameters": count_active_parameters(arch),
         "num_mtp_parameters": count_parameters(mtp_weights(arch)),
+        **({"num_vision_parameters": count_parameters(vision)} if vision else {}),
         "parameters_by_component": parameters_by_component(weights),
     }
 

@@ -38,9 +38,10 @@ from functools import lru_cache
 from itertools import chain
 
 from posttrain.config.derived import token_budget
-from posttrain.config.families import chooses_keys
+from posttrain.config.families import chooses_keys, family_of
 from posttrain.config.schema import Architecture, Config, Trainer
 from posttrain.plan.sizing.assumptions import Assumptions
+from posttrain.plan.sizing.delta_net import DeltaNet, is_delta_net
 from posttrain.plan.sizing.memory import BYTES, largest_weights, layer_kinds
 from posttrain.plan.sizing.model_size import Weight
 
@@ -303,6 +304,8 @@ class Row:
         return self.arch.num_attention_heads // self.tp
 
     def _attention(self, weights: tuple[Weight, ...]) -> float:
+        if is_delta_net(weights):
+            return self.s * (self._norm(self.hidden) + self.p * self.hidden) + DeltaNet(self.arch, self).kept_in_torch()
         projections = (
             self._latents() if self.arch.kv_lora_rank else self.s * (self._norm(self.hidden) + self.p * self.hidden)
         )
@@ -310,6 +313,8 @@ class Row:
         row = self.t * (query + value) + self.keys * key_value
         block = self.padded * (query + max(query, value)) + self.padded_keys * max(key_value, 2 * (key_value - value))
         statistics = FP32 * self.heads() * self.padded
+        # The gate, the output before it, and the gate's sigmoid.
+        row += self.gated() * 3 * self.t * value
         return projections + self.p * (row + block) + statistics + self.mask_bytes
 
     def _latents(self) -> float:
@@ -327,7 +332,11 @@ class Row:
         matrices = [weight for weight in weights if weight.component == "attention" and len(weight.shape) == 2]
         width = matrices[-1].shape[1] / self.tp
         total = sum(weight.num_elements for weight in matrices) / self.hidden / self.tp
-        return width, total - 2 * width, width
+        return width, total - self.gated() * width - 2 * width, width
+
+    def gated(self) -> bool:
+        """Return whether the attention's output has a gate, which is as wide."""
+        return family_of(self.arch).gated_attention
 
     def is_selected(self) -> bool:
         """Return whether the indexer has a choice: below top-k nothing is scored."""

@@ -61,6 +61,7 @@ from posttrain.plan.sizing.activations import (
 from posttrain.plan.sizing.assumptions import Assumptions
 from posttrain.plan.sizing.attention_cuda import Attention, Layer
 from posttrain.plan.sizing.memory import BYTES, layer_kinds
+from posttrain.plan.sizing.model_size import shared_experts_width
 
 WORKSPACE_BYTES = 32 << 20
 GROUPED_STREAMS = 4
@@ -175,7 +176,9 @@ def _shapes(layer: Layer, cuts: tuple[int, int], is_latent: bool) -> Iterator[tu
         cut = cuts[members[0].split == "expert"]
         yield height, width // cut
         heights = [height for height, _ in inner]
-        if component != "attention":
+        if component == "delta_net":
+            heights = [sum(height for height, _ in inner)]
+        elif component != "attention":
             heights = [2 * heights[0]]  # gate and up are one matrix
         elif not is_latent:
             heights = [heights[0] + 2 * heights[1]]  # and so are queries, keys and values
@@ -344,7 +347,7 @@ class _Moments:
 
     def _inside_shared(self, layer: Layer) -> float:
         """Return what shared experts keep of their own, besides what comes out."""
-        width = self._arch.n_shared_experts * self._arch.moe_intermediate_size * has_experts(layer)
+        width = shared_experts_width(self._arch) * has_experts(layer)
         return 3 * self._p * self._row.t * width / self._row.tp
 
     def _mlp(self, layer: Layer, is_backward: bool) -> tuple[float, float]:
@@ -353,7 +356,7 @@ class _Moments:
         if not has_experts(layer):
             width = self._p * row.t * arch.intermediate_size / row.tp
             return (5 * width + self._thin if is_backward else 3 * width), 0.0
-        shared = self._inside_shared(layer) + self._thin * bool(arch.n_shared_experts)
+        shared = self._inside_shared(layer) + self._thin * bool(shared_experts_width(arch))
         copies = (2 * self._reached if is_backward else self._reached_forward) * row.hidden
         rows = self._rows * (2 * row.hidden + 3 * self._expert_width)
         return shared + ROUTER_BYTES * arch.n_routed_experts * row.s, self._p * (copies + rows)

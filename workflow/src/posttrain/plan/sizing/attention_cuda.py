@@ -33,6 +33,7 @@ from posttrain.config.families import family_of
 from posttrain.config.schema import Architecture
 from posttrain.plan.flags.indexer_kernel import CHUNKS_AT_ONCE
 from posttrain.plan.sizing.activations import Row
+from posttrain.plan.sizing.delta_net import DeltaNet, is_delta_net
 from posttrain.plan.sizing.model_size import Weight
 
 FP32 = 4
@@ -63,15 +64,20 @@ class Attention:
         self._is_unfused = row.p == FP32 and not arch.index_n_heads
         self._pairs = row.padded * longest
         self._key_width = arch.kv_lora_rank + arch.qk_rope_head_dim
+        self._delta_net = DeltaNet(arch, row)
         self._thin, self._wide = (row.p * tokens * row.hidden for tokens in (row.s, row.t))
 
     def kept(self, layer: Layer) -> float:
         """Return the bytes that its backward pass finds."""
         row, arch = self._row, self._arch
+        if is_delta_net(layer):
+            return self._delta_net.kept()
         query, key_value, output = row.widths(layer)
         statistics = FP32 * row.heads() * row.t
         if not arch.kv_lora_rank:
             before_norms = query + key_value / 2 if self._has_norms() else 0.0
+            # The gate, the output before it, and the gate's sigmoid.
+            before_norms += 3 * output * row.gated()
             if self._is_unfused:
                 return self._p * row.t * (before_norms + output) + self._unfused(query, 2)
             return self._p * row.t * (before_norms + query + key_value + output) + statistics
@@ -90,9 +96,9 @@ class Attention:
     def dropped(self, layer: Layer) -> float:
         """Return what of `kept` the up-projections make, which their recomputation drops."""
         row, arch = self._row, self._arch
-        query, key_value, output = row.widths(layer)
         if not arch.kv_lora_rank or self._is_unfused:
             return 0.0
+        query, key_value, output = row.widths(layer)
         if self._in_latents:
             return self._p * row.t * (query + output + row.heads() * self._key_width)
         return 0.0 if arch.index_n_heads else self._p * (row.padded * query + row.padded_keys * (key_value - output))
@@ -128,6 +134,8 @@ class Attention:
     def forward(self, layer: Layer) -> float:
         """Return what attention holds while it is computed and nothing is kept; 0 where latents are attended to."""
         row, arch = self._row, self._arch
+        if is_delta_net(layer):
+            return self._delta_net.forward() + self._thin
         query, key_value, output = row.widths(layer)
         if self._in_latents:
             return 0.0
@@ -139,7 +147,8 @@ class Attention:
             return self._p * (2 * row.t * (query + key_value) + latents) + self._thin
         turned = query + key_value / 2
         normed = turned if self._has_norms() else 0.0
-        own = self._p * row.t * (query + key_value + turned + normed + output)
+        gate = 2 * output * row.gated()
+        own = self._p * row.t * (query + key_value + turned + normed + output + gate)
         if self._is_unfused:
             return own + self._p * row.t * (key_value / 2 - output) + attends + self._thin
         shared = 3 * row.t * output + row.keys * key_value if row.t != row.keys else 0.0
@@ -158,6 +167,8 @@ class Attention:
     def gradients(self, layer: Layer) -> float:
         """Return what Transformer Engine takes besides to differentiate attention, alone or to other ranks' keys."""
         row, arch = self._row, self._arch
+        if is_delta_net(layer):
+            return self._delta_net.gradients()
         query, key_value, output = row.widths(layer)
         if self._is_unfused:
             value = output if arch.kv_lora_rank else key_value / 2

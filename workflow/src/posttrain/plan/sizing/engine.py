@@ -7,6 +7,9 @@ GQA it is a key and a value per key-value head in BF16:
     MLA   bytes per token = layers ((kv_rank + rope) 2 + (index_dim + 4))   GLM-5: 78 ((512 + 64) 2 + 132) = 100,152
     GQA   bytes per token = layers (2 heads dim) 2                          Qwen3-4B: 36 (2 8 128) 2 = 147,456
 
+Gated delta nets have no cache, but a state per request (`state_bytes`); the layers above are those that attend. SGLang
+divides the memory between states and cache in the ratio of `mamba_full_memory_ratio`.
+
 Pages have 64 tokens. The latent has no heads, so a tensor-parallel engine replicates the cache on every GPU; key-value
 heads are distributed over its GPUs, at least one per GPU. With data-parallel attention each GPU holds the whole cache
 of its own requests.
@@ -25,14 +28,18 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
+from posttrain.config.families import num_attention_layers
 from posttrain.config.formats import FP8_BLOCK
 from posttrain.config.schema import Architecture, Config, Hardware
 from posttrain.plan.flags.sglang_flags import DECODE, KV_PAGE_TOKENS, PREFILL, has_dp_attention, roles, world_size
+from posttrain.plan.sizing.flops import delta_net_channels
 from posttrain.plan.sizing.memory import GIB
-from posttrain.plan.sizing.model_size import model_weights
+from posttrain.plan.sizing.model_size import model_weights, vision_weights
 
 # An engine must hold at least one request of this length; the rest of the memory is reserved for unmodelled parts.
 REQUEST_TOKENS, SERVING_SHARE = 32768, 0.95
+# SGLang's default of `mamba_full_memory_ratio`: memory of states over memory of the cache.
+STATE_RATIO = 0.9
 # SGLang's pool is `mem_fraction_static` of the memory free before loading, minus the memory used by loading (sglang,
 # srt/mem_cache/kv_cache_configurator.py); neither is published for an engine of GLM-5.
 POOL_BOUND = (
@@ -85,11 +92,22 @@ def kv_bytes_per_token(arch: Architecture, num_gpus: int = 1, kv_format: str = "
     assert kv_format in ("bf16", "fp8"), kv_format
     if not arch.kv_lora_rank:
         heads = math.ceil(arch.num_key_value_heads / num_gpus)
-        return arch.num_hidden_layers * 2 * heads * arch.head_dim * (2 if kv_format == "bf16" else 1)
+        return num_attention_layers(arch) * 2 * heads * arch.head_dim * (2 if kv_format == "bf16" else 1)
     rank, rotary = arch.kv_lora_rank, 2 * arch.qk_rope_head_dim
     latent = 2 * rank if kv_format == "bf16" else rank + 4 * math.ceil(rank / FP8_BLOCK)
     indexer = arch.index_head_dim + 4 if arch.index_n_heads else 0
     return arch.num_hidden_layers * (latent + rotary + indexer)
+
+
+def state_bytes(arch: Architecture, num_gpus: int = 1) -> int:
+    """Return the bytes of one request's states in all gated delta nets, on each GPU that holds a part of them.
+
+    A head's state is FP32 (`mamba_ssm_dtype` of config.json); the convolution's last inputs are BF16.
+    """
+    layers = arch.num_hidden_layers - num_attention_layers(arch)
+    state = 4 * arch.linear_num_value_heads * arch.linear_key_head_dim * arch.linear_value_head_dim
+    inputs = 2 * (arch.linear_conv_kernel_dim - 1) * delta_net_channels(arch)
+    return layers * (state + inputs) // min(num_gpus, arch.linear_num_key_heads or 1)
 
 
 def kv_tokens(arch: Architecture, memory_bytes: float, num_gpus: int = 1) -> int:
@@ -114,7 +132,7 @@ def weights_bytes_per_gpu(arch: Architecture, num_gpus: int, bytes_per_weight: s
             "tensor_parallel": weights that tensor parallelism can split are split, too.
     """
     total = 0
-    for weight in model_weights(arch):
+    for weight in (*model_weights(arch), *vision_weights(arch)):
         size = weight.bytes_in(bytes_per_weight)
         is_cut = weight.split == "expert" or (weight.split == "tensor" and attention == "tensor_parallel")
         pieces = min(num_gpus, weight.max_shards or num_gpus)
@@ -135,7 +153,7 @@ def serving_gib_per_gpu(
     """
     weights = weights_bytes_per_gpu(arch, num_gpus, bytes_per_weight, attention)
     spread = num_gpus if attention == "tensor_parallel" else 1
-    return (weights + REQUEST_TOKENS * kv_bytes_per_token(arch, spread)) / GIB
+    return (weights + REQUEST_TOKENS * kv_bytes_per_token(arch, spread) + state_bytes(arch, spread)) / GIB
 
 
 def fits(
@@ -166,6 +184,8 @@ def _memory_of(config: Config, num_gpus: int) -> EngineMemory:
     if is_embedded:
         return EngineMemory(attention, weights, per_token, None, None, None)
     free = engine.mem_fraction_static * config.hardware.memory_gib_per_gpu - weights
+    if state_bytes(arch):
+        free /= 1 + STATE_RATIO
     tokens = kv_tokens(arch, free * GIB, spread)
     in_engine = tokens * num_gpus if attention == "data_parallel" else tokens
     return EngineMemory(attention, weights, per_token, free, tokens, in_engine)

@@ -10,6 +10,7 @@ from posttrain.config.formats import FP8_BLOCK
 from posttrain.config.schema import Config
 from posttrain.plan.flags.sglang_flags import has_dp_attention, nodes_per_engine
 from posttrain.plan.sizing.engine import engine_memory
+from posttrain.plan.sizing.model_size import shared_experts_width
 
 # No evaluation serves a model on more nodes.
 MOST_NODES = 64
@@ -110,5 +111,5 @@ def _can_be_cut(config: Config) -> bool:
         return False
     if not config.rollout.fp8 or has_dp_attention(config):
         return True
-    widths = (arch.intermediate_size, arch.moe_intermediate_size * arch.n_shared_experts)
+    widths = (arch.intermediate_size, shared_experts_width(arch))
     return all(width % (FP8_BLOCK * parts) == 0 for width in widths)

@@ -9,6 +9,8 @@ the indexer (all keys with dense attention), H_i indexer heads of width D:
                 pairs = sum over s of min(s, K)
     indexer     2 H_i (D + 1)     per pair of a query and a visible key, per indexer: it scores all keys to keep K
                 pairs = S (S + 1) / 2
+    delta net   S N_l (6 D_k D_v), per layer: a head's state is read twice and updated once
+                2 S (2 G_l D_k + N_l D_v) taps of the convolution
 
 The backward pass costs twice the forward pass for parts with a gradient, which excludes the frozen indexer. Full
 recomputation repeats the forward pass of the layers, not of the head.
@@ -23,7 +25,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from posttrain.config.families import num_indexers
+from posttrain.config.families import num_attention_layers, num_indexers
 from posttrain.config.schema import Architecture
 from posttrain.plan.sizing.model_size import Weight, decoder_weights
 
@@ -38,6 +40,7 @@ class Flops:
         head: The output matrix.
         attention: Attention over the keys kept.
         indexer: Scores of all keys.
+        delta_net: States of gated delta nets, and their convolutions.
     """
 
     linear: float
@@ -45,16 +48,17 @@ class Flops:
     head: float
     attention: float
     indexer: float
+    delta_net: float = 0.0
 
     @property
     def forward(self) -> float:
         """One forward pass."""
-        return self.linear + self.frozen + self.head + self.attention + self.indexer
+        return self.linear + self.frozen + self.head + self.attention + self.indexer + self.delta_net
 
     @property
     def backward(self) -> float:
         """One backward pass, without recomputation."""
-        return 2 * (self.linear + self.head + self.attention)
+        return 2 * (self.linear + self.head + self.attention + self.delta_net)
 
     def training(self, recompute: bool) -> float:
         """Forward and backward pass, optionally with full recomputation."""
@@ -72,7 +76,7 @@ def sequence_flops(arch: Architecture, num_tokens: float) -> Flops:
         GLM-5 on 32,768 tokens, in billions per token: 81.7 in matrices, 10.1 in attention, 10.5 in the indexer's
         scores; dense attention would need 83.8.
     """
-    layers = arch.num_hidden_layers
+    layers = num_attention_layers(arch)
     trained, frozen = _matrix_elements(arch)
     kept = _pairs(num_tokens, arch.index_topk if arch.index_n_heads else num_tokens)
     return Flops(
@@ -85,7 +89,20 @@ def sequence_flops(arch: Architecture, num_tokens: float) -> Flops:
         * arch.index_n_heads
         * (arch.index_head_dim + 1)
         * _pairs(num_tokens, num_tokens),
+        delta_net=num_tokens * (arch.num_hidden_layers - layers) * delta_net_flops(arch),
     )
+
+
+def delta_net_flops(arch: Architecture) -> int:
+    """Return the operations of a token in a gated delta net, without its matrices."""
+    keys, values = arch.linear_key_head_dim, arch.linear_num_value_heads * arch.linear_value_head_dim
+    return 6 * keys * values + 2 * delta_net_channels(arch) * arch.linear_conv_kernel_dim
+
+
+def delta_net_channels(arch: Architecture) -> int:
+    """Return the width of queries, keys and values of a gated delta net, which its convolution passes."""
+    keys = 2 * arch.linear_num_key_heads * arch.linear_key_head_dim
+    return keys + arch.linear_num_value_heads * arch.linear_value_head_dim
 
 
 def _pairs(num_tokens: float, kept: float) -> float:

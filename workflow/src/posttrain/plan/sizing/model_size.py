@@ -7,6 +7,8 @@ One decoder layer holds, depending on the family (`posttrain.config.families`),
     attention (MLA)   q_a [q_rank, H], its norm, q_b [N (nope + rope), q_rank], or one q [N (nope + rope), H],
                       kv_a [kv_rank + rope, H], its norm, kv_b [N (nope + v), kv_rank], o [H, N v]
     or (GQA)          q [N D, H], k and v [G D, H], with or without biases, o [H, N D], norms of query and key [D]
+    or delta net      qkv [2 G_l D_k + N_l D_v, H], gate [N_l D_v, H], strength and decay [N_l, H], convolution,
+                      decay and bias per head, o [H, N_l D_v], norm of D_v; attention then has a gate [N D, H], too
     indexer (DSA)     wq_b [heads dim, q_rank], wk [dim, H], LayerNorm of the key (weight, bias),
                       weights_proj [heads, H]; if layers share a selection, only in the selecting layers
     two RMSNorms      2 H
@@ -15,21 +17,23 @@ One decoder layer holds, depending on the family (`posttrain.config.families`),
 
 Router biases (one FP32 number per expert) have no gradient and are not counted as parameters, but in bytes. An MTP
 layer is a MoE layer with a projection of [embedding; hidden] and three norms; it is in the checkpoints but neither
-trained nor served here, so it is counted separately. An embedding that is also the output matrix is one tensor and
-counted once.
+trained nor served here, so it is counted separately, and so is a vision tower, which is served. An embedding that is
+also the output matrix is one tensor and counted once.
 
 Source: the modelling files in huggingface/transformers, src/transformers/models/{glm_moe_dsa, deepseek_v3, glm4_moe,
-qwen3, qwen3_moe}; tests count the parameters of their models.
+qwen3, qwen3_moe, qwen3_5, qwen3_5_moe}; tests count the parameters of their models.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from posttrain.config.families import chooses_keys, family_of
+from posttrain.checkpoint.param_names.vision import vision_tower
+from posttrain.config.families import chooses_keys, family_of, is_delta_net
 from posttrain.config.formats import FP8_BLOCK, NVFP4_GROUP
 from posttrain.config.schema import Architecture
 
@@ -44,6 +48,7 @@ class Weight:
         count: Number of tensors.
         split: Split over ranks: "tensor", "expert", or "none" if it is replicated.
         fp8: FP8 checkpoints store it as codes and 128x128 block scales.
+        is_fp32: Stored in FP32 in BF16 checkpoints.
         is_buffer: Not trained, FP32, not counted as a parameter: the router's bias.
         max_shards: Maximum number of pieces in engines, which replicate pieces beyond it; 0 means no limit. For key and
         value projections it is the number of heads.
@@ -54,6 +59,7 @@ class Weight:
     count: int = 1
     split: str = "none"
     fp8: bool = False
+    is_fp32: bool = False
     is_buffer: bool = False
     max_shards: int = 0
 
@@ -65,7 +71,7 @@ class Weight:
     @cached_property
     def bf16_bytes(self) -> int:
         """Size in a BF16 checkpoint."""
-        return self.num_elements * (4 if self.is_buffer else 2)
+        return self.num_elements * (4 if self.is_buffer or self.is_fp32 else 2)
 
     @cached_property
     def fp8_bytes(self) -> int:
@@ -100,7 +106,10 @@ def layer_weights(arch: Architecture, layer: int, is_moe: bool) -> tuple[Weight,
     """Return the weights of one decoder layer, or of an MTP layer, whose numbers follow the decoder's."""
     norms = Weight("norms", (arch.hidden_size,), count=2)
     feed_forward = _moe_weights(arch) if is_moe else _mlp_weights(arch, "dense_mlp", arch.intermediate_size)
-    attention = _latent_attention(arch) if arch.kv_lora_rank else _grouped_attention(arch)
+    if is_delta_net(arch, layer):
+        attention = _delta_net(arch)
+    else:
+        attention = _latent_attention(arch) if arch.kv_lora_rank else _grouped_attention(arch)
     indexer = _indexer_weights(arch) if chooses_keys(arch, layer) else ()
     return (*attention, *indexer, norms, *feed_forward)
 
@@ -141,7 +150,23 @@ def mtp_weights(arch: Architecture) -> list[Weight]:
     """
     hidden = arch.hidden_size
     extra = (Weight("mtp", (hidden,), count=3), Weight("mtp", (hidden, 2 * hidden)))
-    return [*layer_weights(arch, arch.num_hidden_layers, is_moe=True), *extra] * arch.num_nextn_predict_layers
+    has_experts = arch.n_routed_experts > 0
+    return [*layer_weights(arch, arch.num_hidden_layers, has_experts), *extra] * arch.num_nextn_predict_layers
+
+
+def vision_weights(arch: Architecture) -> list[Weight]:
+    """Return the weights of the vision tower, which engines hold and the trainer does not."""
+    return [Weight("vision", placement.spec.shape) for placement in vision_tower(arch)]
+
+
+def saved_weights(arch: Architecture) -> list[Weight]:
+    """Return all weights of a checkpoint."""
+    return [*model_weights(arch), *mtp_weights(arch), *vision_weights(arch)]
+
+
+def shared_experts_width(arch: Architecture) -> int:
+    """Return the width of all shared experts of a layer together."""
+    return arch.shared_expert_intermediate_size or arch.n_shared_experts * arch.moe_intermediate_size
 
 
 def count_parameters(weights: Iterable[Weight]) -> int:
@@ -203,11 +228,28 @@ def _grouped_attention(arch: Architecture) -> tuple[Weight, ...]:
     )
     has_norms = arch.use_qk_norm or family_of(arch).always_qk_norm
     return (
-        Weight("attention", (query, hidden), split="tensor", fp8=True),
+        Weight("attention", (query * (2 if family_of(arch).gated_attention else 1), hidden), split="tensor", fp8=True),
         Weight("attention", (key_value, hidden), count=2, split="tensor", fp8=True, max_shards=groups),
         Weight("attention", (hidden, query), split="tensor", fp8=True),
         *(biases if arch.attention_bias else ()),
         *((Weight("norms", (arch.head_dim,), count=2),) if has_norms else ()),
+    )
+
+
+def _delta_net(arch: Architecture) -> tuple[Weight, ...]:
+    hidden, heads, keys = arch.hidden_size, arch.linear_num_value_heads, arch.linear_num_key_heads
+    values = heads * arch.linear_value_head_dim
+    channels = 2 * keys * arch.linear_key_head_dim + values
+    part = functools.partial(Weight, "delta_net", split="tensor", max_shards=keys)
+    return (
+        part((channels, hidden), fp8=True),
+        part((values, hidden), fp8=True),
+        part((heads, hidden), count=2),
+        part((channels, 1, arch.linear_conv_kernel_dim)),
+        part((heads,), is_fp32=True),
+        part((heads,)),
+        part((hidden, values), fp8=True),
+        Weight("norms", (arch.linear_value_head_dim,), is_fp32=True),
     )
 
 
@@ -225,8 +267,10 @@ def _moe_weights(arch: Architecture) -> tuple[Weight, ...]:
     has_bias = family_of(arch).router_bias
     bias = (Weight("router", (arch.n_routed_experts,), is_buffer=True),) if has_bias else ()
     # The Hub's checkpoint stores the shared experts as one MLP of their total width.
-    shared_width = arch.n_shared_experts * arch.moe_intermediate_size
+    shared_width = shared_experts_width(arch)
     shared = _mlp_weights(arch, "shared_experts", shared_width) if shared_width else ()
+    if arch.shared_expert_intermediate_size:
+        shared = (*shared, Weight("router", (1, arch.hidden_size)))
     routed = _mlp_weights(arch, "routed_experts", arch.moe_intermediate_size, arch.n_routed_experts, "expert")
     return (router, *bias, *shared, *routed)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from posttrain.config.derived import engine_nodes, engines_load
 from posttrain.config.node_share import NodeShare, node_share
 from posttrain.config.schema import Config
-from posttrain.plan.sizing.model_size import Weight, decoder_weights, edge_weights, model_weights, mtp_weights
+from posttrain.plan.sizing.model_size import Weight, decoder_weights, edge_weights, saved_weights
 
 CHOICES = ("nothing", "slices", "everything")
 # The largest file of a converted checkpoint (`checkpoint.formats.torch_dist.MAX_FILE_BYTES`, which needs torch).
@@ -76,13 +76,13 @@ def _whole_copies(config: Config, nodes: int) -> list[int]:
 
 def _torch_dist_bytes(config: Config) -> int:
     arch = config.model.architecture
-    return _bytes([*model_weights(arch), *mtp_weights(arch)])
+    return _bytes(saved_weights(arch))
 
 
 def rollout_bytes(config: Config) -> int:
     """Return the bytes of a checkpoint in the rollouts' precision, which loading engines read completely."""
     arch = config.model.architecture
-    saved = [*model_weights(arch), *mtp_weights(arch)]
+    saved = saved_weights(arch)
     return sum(weight.fp8_bytes for weight in saved) if config.rollout.fp8 else _bytes(saved)
 
 

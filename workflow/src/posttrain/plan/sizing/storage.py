@@ -14,7 +14,7 @@ from posttrain.config.schema import Config
 from posttrain.plan.sizing.assumptions import ASSUMPTIONS
 from posttrain.plan.sizing.evaluation import evaluates_fp8, quantises_for_engines
 from posttrain.plan.sizing.memory import BYTES
-from posttrain.plan.sizing.model_size import count_parameters, model_weights, mtp_weights
+from posttrain.plan.sizing.model_size import count_parameters, model_weights, mtp_weights, saved_weights, vision_weights
 from posttrain.plan.sizing.node_copy import node_copy
 from posttrain.plan.sizing.routes import stored_routes_bytes
 
@@ -34,7 +34,7 @@ class Storage:
         hf: The source checkpoint, including MTP layers.
         torch_dist: The source checkpoint in Megatron's format.
         rollout_fp8: The original model in FP8; 0 if neither initial engines nor an evaluation load it.
-        rollout_start: The MTP layers of it, for engines that start empty and draft.
+        rollout_start: What the trainer does not send of it, for engines that start empty: MTP layers, vision tower.
         export_fp8: The trained model in FP8; 0 if it is evaluated in the source's precision.
         trained_weights: The weights, including the frozen indexer's, in one checkpoint of the training run.
         training_checkpoint: One checkpoint of the training run: weights and optimizer state.
@@ -90,9 +90,10 @@ def storage(config: Config) -> Storage:
     """
     arch = config.model.architecture
     trained = model_weights(arch)
-    saved = [*trained, *mtp_weights(arch)]
+    saved = saved_weights(arch)
     hf = sum(weight.bf16_bytes for weight in saved)
-    fp8, drafts = (sum(weight.fp8_bytes for weight in weights) for weights in (saved, mtp_weights(arch)))
+    drafts = mtp_weights(arch) if config.engine.mtp_steps else []
+    fp8, start = (sum(weight.fp8_bytes for weight in weights) for weights in (saved, [*drafts, *vision_weights(arch)]))
     num_parameters = count_parameters(trained)
     frozen = count_parameters(weight for weight in trained if weight.component == "indexer")
     trained_weights = BYTES[config.trainer.params_dtype].weight * num_parameters
@@ -100,7 +101,7 @@ def storage(config: Config) -> Storage:
         hf=hf,
         torch_dist=hf,
         rollout_fp8=fp8 if makes_fp8(config) else 0,
-        rollout_start=drafts if starts_in_fp8(config) and config.engine.mtp_steps else 0,
+        rollout_start=start if starts_in_fp8(config) else 0,
         export_fp8=fp8 if evaluates_fp8(config) else 0,
         trained_weights=trained_weights,
         training_checkpoint=trained_weights + OPTIMIZER_STATE_BYTES * (num_parameters - frozen),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from posttrain.config.schema import Architecture
 from posttrain.errors import Problem
-from posttrain.plan.sizing.model_size import count_parameters, model_weights, mtp_weights
+from posttrain.plan.sizing.model_size import count_parameters, saved_weights
 
 # Families with a warm-up.
 MADE = ("glm_moe_dsa", "qwen3")
@@ -35,7 +35,7 @@ def check_made(architecture: Architecture) -> Iterator[Problem]:
         yield Problem(
             "vocabulary-too-small", "model.architecture.vocab_size", str(architecture.vocab_size), allowed, remedy
         )
-    count = count_parameters([*model_weights(architecture), *mtp_weights(architecture)])
+    count = count_parameters(saved_weights(architecture))
     if count > MOST_PARAMETERS:
         found, allowed = f"made, with {count:,} parameters", f"made up to {MOST_PARAMETERS:,} parameters; hub; folder"
         remedy = "take the weights from the Hub or a folder, or make a smaller model (model.architecture)"

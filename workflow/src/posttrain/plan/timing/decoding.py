@@ -7,7 +7,8 @@ For B requests of one engine of W GPUs at a context of c tokens, a decode step t
     weights     all but the experts (a copy per GPU, or 1 / W of weights split by tensor parallelism), and 1 / W of the
                 experts selected by any of the B tokens: E (1 - (1 - k / E)^B) of E on average with even routing
     cache       of the requests on one GPU: B / W with data-parallel attention, else all B; sparse attention reads the
-                latents of min(c, K) tokens and the indexer's keys of all c
+                latents of min(c, K) tokens and the indexer's keys of all c; gated delta nets read and write their
+                states, which do not grow with c
     t_dispatch  with data-parallel attention: k copies of each token to its experts in FP8 and back in BF16
 
 With speculation the model's MTP layer drafts n tokens and one step verifies them. It has n + 1 tokens per request: they
@@ -28,8 +29,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from posttrain.config.families import num_indexers
+from posttrain.config.families import num_attention_layers, num_indexers
 from posttrain.config.schema import Architecture, Hardware
+from posttrain.plan.sizing.engine import state_bytes
 from posttrain.plan.sizing.flops import sequence_flops
 from posttrain.plan.sizing.model_size import Weight, model_weights
 from posttrain.plan.timing import attainable
@@ -109,7 +111,9 @@ class DecodingGpus:
         if not arch.kv_lora_rank:
             heads = arch.num_key_value_heads
             held = heads if self.dp_attention else max(heads / self.num_gpus, 1)
-            return arch.num_hidden_layers * context * 2 * held * arch.head_dim * STORED_BYTES["bf16"]
+            attended = num_attention_layers(arch) * context * 2 * held * arch.head_dim * STORED_BYTES["bf16"]
+            # States are read and written whole, whatever the context.
+            return attended + 2 * state_bytes(arch, 1 if self.dp_attention else self.num_gpus)
         latent = STORED_BYTES["bf16"] * (arch.kv_lora_rank + arch.qk_rope_head_dim)
         if not arch.index_n_heads:
             return arch.num_hidden_layers * context * latent

@@ -35,11 +35,11 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from posttrain.config.families import num_indexers
+from posttrain.config.families import family_of, num_attention_layers, num_indexers
 from posttrain.config.schema import Architecture, Hardware
 from posttrain.plan.sizing.assumptions import ASSUMPTIONS
-from posttrain.plan.sizing.flops import head_widths, sequence_flops
-from posttrain.plan.sizing.model_size import decoder_weights
+from posttrain.plan.sizing.flops import delta_net_channels, head_widths, sequence_flops
+from posttrain.plan.sizing.model_size import decoder_weights, shared_experts_width
 from posttrain.plan.timing import attainable
 from posttrain.plan.timing.fitted import IDEAL, Fitted
 
@@ -59,6 +59,8 @@ TILE_QUERIES, TILE_KEYS, SCORE_BYTES = 64, 256, 4 + 5 * 2
 OF_CHOSEN_KEYS = ("sparse", "tilelang")
 # Of a logit: the log-probabilities of a chunk pass it four times in FP32, forward and backward.
 LOGIT_BYTES = 32
+# Tokens that a delta net computes together (`rl/megatron_backend/gated_delta_net`, fla-core).
+DELTA_CHUNK = 64
 
 
 @dataclass(frozen=True)
@@ -188,7 +190,10 @@ def _layer(trainer: Trainer, tokens: float, length: float, is_backward: bool = F
     read = P * (dense / trainer.tensor + indexer) / attainable.memory(hardware)
     causes = {"matrices": times * max(trainer.fitted.products * work / attainable.gemm(hardware), read)}
     attention, scores = _attention(trainer, on_rank, length)
-    causes["attention"] = attention[is_backward]
+    attends = num_attention_layers(arch) / arch.num_hidden_layers
+    causes["attention"] = attends * attention[is_backward]
+    if attends < 1:
+        causes["delta net"] = (1 - attends) * _delta_net(trainer, on_rank, is_backward)
     if not is_backward:
         causes["indexer"] = scores
     moved = trainer.fitted.kernel_bytes * _layer_bytes(trainer, on_rank, is_backward)
@@ -218,7 +223,7 @@ def _again(trainer: Trainer, forward: dict[str, float], on_rank: float, length: 
     elements = _module_elements(arch)
     matrices = {name: 2 * shared * size / attainable.gemm(trainer.hardware) for name, size in elements.items()}
     gathered = forward["TP collectives"] / 2
-    inside = 5 * arch.n_shared_experts * arch.moe_intermediate_size * moved
+    inside = 5 * shared_experts_width(arch) * moved
     latents = arch.kv_lora_rank + arch.qk_rope_head_dim
     routed = sum(forward.get(name, 0.0) for name in ("experts", "EP dispatch", "imbalance of experts"))
     seconds = {
@@ -265,6 +270,19 @@ def _attention(trainer: Trainer, on_rank: float, length: float) -> tuple[tuple[f
     return (work / forward, attainable.ATTENTION_BACKWARD * work / backward), scores
 
 
+def _delta_net(trainer: Trainer, on_rank: float, is_backward: bool) -> float:
+    """Return the seconds of the delta rule in a layer.
+
+    Per token and value head a chunk of C tokens takes products of C (2 D_k + 2 D_v) to compute its tokens together, and
+    3 D_k D_v with the state. They are as small as those of attention over short sequences, and as fast.
+    """
+    arch, keys, values = trainer.arch, trainer.arch.linear_key_head_dim, trainer.arch.linear_value_head_dim
+    products = DELTA_CHUNK * 2 * (keys + values) + 3 * keys * values
+    work = 2 * on_rank / trainer.tensor * arch.linear_num_value_heads * products
+    forward, backward = attainable.attention(trainer.hardware, "fused", 0)
+    return attainable.ATTENTION_BACKWARD * work / backward if is_backward else work / forward
+
+
 def _choosing(trainer: Trainer, on_rank: float, length: float) -> float:
     """Return the seconds of scores and choices, for which tensor-parallel ranks deal queries and gather keys."""
     arch, hardware, tensor = trainer.arch, trainer.hardware, trainer.tensor
@@ -303,9 +321,11 @@ def _layer_bytes(trainer: Trainer, on_rank: float, is_backward: bool) -> float:
     arch = trainer.arch
     query = arch.num_attention_heads * ((arch.qk_nope_head_dim + arch.qk_rope_head_dim) or arch.head_dim)
     others = arch.num_attention_heads if arch.kv_lora_rank else arch.num_key_value_heads
-    key_value = others * head_widths(arch)
-    mlp = arch.n_shared_experts * arch.moe_intermediate_size if arch.n_routed_experts else arch.intermediate_size
-    widths = 10 * arch.hidden_size + 4 * (query + key_value) + 5 * mlp
+    attends = num_attention_layers(arch) / arch.num_hidden_layers
+    mixed = attends * (query * (1 + family_of(arch).gated_attention) + others * head_widths(arch))
+    mixed += (1 - attends) * (delta_net_channels(arch) + arch.linear_num_value_heads * arch.linear_value_head_dim)
+    mlp = shared_experts_width(arch) if arch.n_routed_experts else arch.intermediate_size
+    widths = 10 * arch.hidden_size + 4 * mixed + 5 * mlp
     moved = P * on_rank / trainer.tensor * widths
     if not is_backward:
         return moved
@@ -323,7 +343,12 @@ def _communication(trainer: Trainer, tokens: float) -> dict[str, float]:
     else:
         heads = arch.num_attention_heads if arch.kv_lora_rank else arch.num_key_value_heads
         width = max(heads / tensor, 1) * head_widths(arch)
-    gathered = P * tokens * width * (context - 1) / context
+    attends = num_attention_layers(arch) / arch.num_hidden_layers
+    gathered = attends * P * tokens * width * (context - 1) / context
+    # A delta net's heads are exchanged for tokens and back.
+    values = arch.linear_num_value_heads * arch.linear_value_head_dim
+    exchanged = P * on_rank / tensor * (delta_net_channels(arch) + 2 * values)
+    gathered += (1 - attends) * exchanged * (context - 1) / context
     copies = on_rank / tensor * (2 if arch.n_routed_experts else 0)
     sent = attainable.dispatch_seconds(hardware, trainer.expert, arch.num_experts_per_tok, row) if copies else 0.0
     return {
