@@ -32,7 +32,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from posttrain.checkpoint.param_names.vision import vision_tower
 from posttrain.config.families import chooses_keys, family_of, is_delta_net
 from posttrain.config.formats import FP8_BLOCK, NVFP4_GROUP
 from posttrain.config.schema import Architecture
@@ -155,8 +154,29 @@ def mtp_weights(arch: Architecture) -> list[Weight]:
 
 
 def vision_weights(arch: Architecture) -> list[Weight]:
-    """Return the weights of the vision tower, which engines hold and the trainer does not."""
-    return [Weight("vision", placement.spec.shape) for placement in vision_tower(arch)]
+    """Return the weights of the vision tower, which engines hold and the trainer does not.
+
+    Of a depth: blocks of attention and an MLP with two LayerNorms, all with biases; before them patches and positions,
+    after them a LayerNorm and an MLP that merges patches to one token.
+    """
+    vision = arch.vision
+    width, inner, merged = (
+        vision.hidden_size,
+        vision.intermediate_size,
+        vision.spatial_merge_size**2 * vision.hidden_size,
+    )
+    if not vision.depth:
+        return []
+    patch = (width, vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
+    block = ((3 * width, width), (width, width), (inner, width), (width, inner))
+    merger = ((merged, merged), (arch.hidden_size, merged))
+    part = functools.partial(Weight, "vision")
+    return [
+        *(part(shape) for shape in (patch, (width,), (vision.num_position_embeddings, width), (width,), (width,))),
+        *(part(shape) for matrix in merger for shape in (matrix, matrix[:1])),
+        part((width,), count=4 * vision.depth),
+        *(part(shape, count=vision.depth) for matrix in block for shape in (matrix, matrix[:1])),
+    ]
 
 
 def saved_weights(arch: Architecture) -> list[Weight]:
