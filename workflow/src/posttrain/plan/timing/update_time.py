@@ -41,6 +41,7 @@ from posttrain.plan.sizing.assumptions import ASSUMPTIONS
 from posttrain.plan.sizing.flops import delta_net_channels, head_widths, sequence_flops
 from posttrain.plan.sizing.model_size import decoder_weights, shared_experts_width
 from posttrain.plan.timing import attainable
+from posttrain.plan.timing.delta_net import delta_rule_seconds
 from posttrain.plan.timing.fitted import IDEAL, Fitted
 
 # Bytes of a weight in BF16, of a gradient and other numbers in FP32.
@@ -59,8 +60,6 @@ TILE_QUERIES, TILE_KEYS, SCORE_BYTES = 64, 256, 4 + 5 * 2
 OF_CHOSEN_KEYS = ("sparse", "tilelang")
 # Of a logit: the log-probabilities of a chunk pass it four times in FP32, forward and backward.
 LOGIT_BYTES = 32
-# Tokens that a delta net computes together (`rl/megatron_backend/gated_delta_net`, fla-core).
-DELTA_CHUNK = 64
 
 
 @dataclass(frozen=True)
@@ -193,7 +192,7 @@ def _layer(trainer: Trainer, tokens: float, length: float, is_backward: bool = F
     attends = num_attention_layers(arch) / arch.num_hidden_layers
     causes["attention"] = attends * attention[is_backward]
     if attends < 1:
-        causes["delta net"] = (1 - attends) * _delta_net(trainer, on_rank, is_backward)
+        causes["delta net"] = (1 - attends) * delta_rule_seconds(arch, hardware, shared, is_backward)
     if not is_backward:
         causes["indexer"] = scores
     moved = trainer.fitted.kernel_bytes * _layer_bytes(trainer, on_rank, is_backward)
@@ -268,19 +267,6 @@ def _attention(trainer: Trainer, on_rank: float, length: float) -> tuple[tuple[f
     forward, backward = attainable.attention(hardware, kernel, length)
     scores = _choosing(trainer, on_rank, length) + _gathered_places(trainer, on_rank, length) if is_sparse else 0.0
     return (work / forward, attainable.ATTENTION_BACKWARD * work / backward), scores
-
-
-def _delta_net(trainer: Trainer, on_rank: float, is_backward: bool) -> float:
-    """Return the seconds of the delta rule in a layer.
-
-    Per token and value head a chunk of C tokens takes products of C (2 D_k + 2 D_v) to compute its tokens together, and
-    3 D_k D_v with the state. They are as small as those of attention over short sequences, and as fast.
-    """
-    arch, keys, values = trainer.arch, trainer.arch.linear_key_head_dim, trainer.arch.linear_value_head_dim
-    products = DELTA_CHUNK * 2 * (keys + values) + 3 * keys * values
-    work = 2 * on_rank / trainer.tensor * arch.linear_num_value_heads * products
-    forward, backward = attainable.attention(trainer.hardware, "fused", 0)
-    return attainable.ATTENTION_BACKWARD * work / backward if is_backward else work / forward
 
 
 def _choosing(trainer: Trainer, on_rank: float, length: float) -> float:
