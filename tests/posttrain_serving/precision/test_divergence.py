@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.support.folders_in_parts import make_folder
 from tests.support.rejections import rejected
-from tests.support.tiny_checkpoint import ALL, TINY, make_random_checkpoint
+from tests.support.tiny_checkpoint import ALL, QWEN3_5, TINY, make_random_checkpoint
 
 from posttrain.checkpoint.parts.converted_folder import RecodedFolder
 from posttrain.checkpoint.quantization.dequantize import QuantizedCheckpoint
@@ -46,13 +46,13 @@ def whole_logits(model):
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("family", ALL)
-def test_layer_by_layer_is_the_whole_model(tmp_path, family):
-    make_random_checkpoint(tmp_path / "hf", ALL[family])
+@pytest.mark.parametrize("arch", [*ALL.values(), *QWEN3_5.values()], ids=[*ALL, *QWEN3_5])
+def test_layer_by_layer_is_the_whole_model(tmp_path, arch):
+    make_random_checkpoint(tmp_path / "hf", arch)
     spoken = CheckpointLogprobs(tmp_path / "hf", SAMPLES)
     expected = torch.log_softmax(whole_logits(load_model(tmp_path / "hf", torch.float32).model), dim=-1)
     found = spoken.logprobs(slice(None))
-    assert found.shape == (9 + 2 + 1, ALL[family].vocab_size)
+    assert found.shape == (9 + 2 + 1, arch.vocab_size)
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
 
 

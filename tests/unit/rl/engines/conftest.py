@@ -4,14 +4,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.tiny_checkpoint import ALL, random_tensors, transformers_config, write_shards
+from tests.support.tiny_checkpoint import ALL, QWEN3_5, random_tensors, transformers_config, write_shards
 
 from posttrain.checkpoint.quantization.fp8 import quantize_named
+
+ARCHITECTURES = {**ALL, **QWEN3_5}
 
 
 def strong_tensors(model_type: str, seed: int) -> dict[str, torch.Tensor]:
     """Random weights large enough that attention is sharp, and a wrong key shows in the log-probabilities."""
-    tensors = random_tensors(ALL[model_type], seed)
+    tensors = random_tensors(ARCHITECTURES[model_type], seed)
     return {
         name: (tensor.float() * 4).to(tensor.dtype) if tensor.dim() == 2 else tensor for name, tensor in tensors.items()
     }
@@ -19,7 +21,7 @@ def strong_tensors(model_type: str, seed: int) -> dict[str, torch.Tensor]:
 
 def write_checkpoint(folder: Path, model_type: str, tensors: dict[str, torch.Tensor]) -> Path:
     folder.mkdir(parents=True)
-    architecture = ALL[model_type]
+    architecture = ARCHITECTURES[model_type]
     transformers_config(architecture, architecture.num_hidden_layers).save_pretrained(folder)
     (folder / "generation_config.json").write_text('{"eos_token_id": [1]}\n')
     write_shards(folder, tensors, num_shards=3)
@@ -35,7 +37,7 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="session", params=sorted(ALL))
+@pytest.fixture(scope="session", params=sorted(ARCHITECTURES))
 def model_type(request):
     return request.param
 

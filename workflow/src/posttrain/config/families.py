@@ -80,6 +80,11 @@ class Family:
     text_prefix: str = "model."
     mtp_prefix: str = ""
 
+    @property
+    def text_class(self) -> str:
+        """The class of transformers that computes texts alone, without the vision tower, if the family has one."""
+        return self.hub_class.replace("ForConditionalGeneration", "ForCausalLM")
+
 
 FAMILIES = {
     "glm_moe_dsa": Family(

@@ -29,14 +29,16 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from posttrain.checkpoint.formats.hf_layout import read_object
 from posttrain.checkpoint.quantization.dequantize import QuantizedCheckpoint
+from posttrain.config.families import FAMILIES
 from posttrain.errors import CheckpointError
 from posttrain.report.progress import ProgressBar
 from posttrain.rl.engines.embedded.model import build_model
 from posttrain.rl.engines.embedded.stable_topk import make_indexers_stable
 from posttrain.rl.engines.embedded.weights import views_by_hub_name
 
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 # Rows of logits at a time; 160 MB with GLM-5's 154,880 tokens.
 ROWS_AT_A_TIME = 256
 # Engines return float32, so a smaller remaining probability is rounding.
@@ -107,8 +109,9 @@ class CheckpointLogprobs:
         with torch.device("meta"):
             model = build_model(folder, torch.float32)
         make_indexers_stable(model)
+        self._prefix = FAMILIES[read_object(folder / "config.json")["model_type"]].text_prefix
         # A stored copy of a tied output matrix may be outdated, so use the embedding.
-        self.head = self._tensor(EMBEDDING if model.config.tie_word_embeddings else HEAD)
+        self.head = self._tensor(f"{self._prefix}embed_tokens.weight" if model.config.tie_word_embeddings else HEAD)
         self.hidden = self._forward(model, sequences)
 
     def logprobs(self, rows: slice) -> torch.Tensor:
@@ -121,7 +124,7 @@ class CheckpointLogprobs:
         inner = model.model
         inner.rotary_emb = type(inner.rotary_emb)(config=model.config).to(self._device)
         for name in ("embed_tokens", "norm"):
-            self._fill(getattr(inner, name), f"model.{name}.")
+            self._fill(getattr(inner, name), f"{self._prefix}{name}.")
         longest = max(len(one.tokens) for one in sequences)
         # Attention is causal, so the padding after a sequence does not affect its tokens.
         padded = torch.tensor([[*one.tokens, *(0,) * (longest - len(one.tokens))] for one in sequences])
@@ -144,7 +147,7 @@ class CheckpointLogprobs:
         **named: Any,
     ) -> Any:
         """Load a layer, run it on each sequence separately, and free its memory."""
-        self._fill(layer, f"model.layers.{number}.")
+        self._fill(layer, f"{self._prefix}layers.{number}.")
         count = given[0].shape[0]
         answers = [forward(*_row(given, row, count), **_row(named, row, count)) for row in range(count)]
         layer.to("meta")

@@ -33,6 +33,11 @@ def rows(lengths=LENGTHS, samples=3, max_new_tokens=12, eos=(1,), vocabulary=64)
     ]
 
 
+def bound(model_type):
+    """A delta net rounds a state in chunks of 64 tokens here and token by token there; padding moves the chunks."""
+    return 3e-5 if "qwen3_5" in model_type else 1e-5
+
+
 def run(model, given, after_step=lambda responses: None):
     return generate(model, given, after_step)
 
@@ -69,7 +74,7 @@ def largest_difference(model, responses, monkeypatch):
 def test_logprobs_equal_a_plain_forward(model_type, tmp_path, monkeypatch):
     folder = write_checkpoint(tmp_path / "hf", model_type, strong_tensors(model_type, seed=2))
     responses = run(load_model(folder, torch.float32).model, rows())
-    assert largest_difference(reference(folder), responses, monkeypatch) <= 1e-5
+    assert largest_difference(reference(folder), responses, monkeypatch) <= bound(model_type)
 
 
 def test_a_cache_that_is_computed_again_is_the_one_it_replaces(model_type, tmp_path, monkeypatch):
@@ -78,7 +83,7 @@ def test_a_cache_that_is_computed_again_is_the_one_it_replaces(model_type, tmp_p
     loaded, steps = load_model(folder, torch.float32), itertools.count()
     given = [dataclasses.replace(row, tells_routes=has_experts(loaded.model)) for row in rows()]
     responses = run(loaded.model, given, lambda _: next(steps) % 2 == 0)
-    assert largest_difference(reference(folder), responses, monkeypatch) <= 1e-5
+    assert largest_difference(reference(folder), responses, monkeypatch) <= bound(model_type)
     if has_experts(loaded.model):
         lengths = [len(response.context) - 1 for response in responses]
         assert [len(np.concatenate(response.routes)) for response in responses] == lengths
@@ -99,12 +104,12 @@ def test_a_prompts_log_probabilities_equal_a_plain_forward(model_type, tmp_path,
         wholes = [torch.log_softmax(model(torch.tensor([row.input_ids])).logits[0].double(), -1)[:-1] for row in given]
     for row, response, whole in zip(given, responses, wholes, strict=True):
         scores, targets = response.prompt_scores, torch.tensor(row.input_ids[1:])
-        assert scores.logprobs == pytest.approx(whole.gather(1, targets[:, None])[:, 0].tolist(), abs=1e-5)
+        assert scores.logprobs == pytest.approx(whole.gather(1, targets[:, None])[:, 0].tolist(), abs=bound(model_type))
         values = [[logprob for _, logprob in some] for some in scores.alternatives]
         expected = whole.sort(-1, descending=True).values[:, : row.num_alternatives].tolist()
         assert len(values) == len(expected)
         for one, other in zip(values, expected, strict=True):
-            assert one == pytest.approx(other, abs=1e-5)
+            assert one == pytest.approx(other, abs=bound(model_type))
         assert len(response.output_ids) == row.max_new_tokens
         assert response.finish_reason["type"] in ("length", "stop")
 

@@ -16,16 +16,22 @@ NUM_PUBLISHES, LENGTH, NUM_RESPONSES = 20, 60, 4
 TOLERANCE = 1e-4
 
 
+@pytest.fixture(scope="module", params=["qwen3", "qwen3_5"])
+def family(request):
+    """One with keys and values in its cache, and one with recurrent states, too."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def weights():
+def weights(family):
     """Two sets of weights; versions alternate between them."""
-    return [strong_tensors("qwen3", seed) for seed in (0, 1)]
+    return [strong_tensors(family, seed) for seed in (0, 1)]
 
 
 @pytest.fixture(scope="module")
-def folders(weights, tmp_path_factory):
+def folders(family, weights, tmp_path_factory):
     root = tmp_path_factory.mktemp("weights")
-    return [write_checkpoint(root / str(place), "qwen3", tensors) for place, tensors in enumerate(weights)]
+    return [write_checkpoint(root / str(place), family, tensors) for place, tensors in enumerate(weights)]
 
 
 @pytest.fixture(scope="module")

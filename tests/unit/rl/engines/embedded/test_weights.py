@@ -1,8 +1,7 @@
 import pytest
 import torch
 from tests.support.rejections import rejected
-from tests.support.tiny_checkpoint import ALL
-from tests.unit.rl.engines.conftest import strong_tensors, write_checkpoint
+from tests.unit.rl.engines.conftest import ARCHITECTURES, strong_tensors, write_checkpoint
 
 from posttrain.checkpoint.quantization.fp8 import dequantize_block, quantize_named
 from posttrain.rl.engines.checksums import tensor_checksum
@@ -31,11 +30,12 @@ def loaded(checkpoint):
 
 
 def test_a_checkpoint_is_served_as_it_is_and_then_an_update(model_type, tmp_path):
-    tensors, mtp = strong_tensors(model_type, seed=4), f"model.layers.{ALL[model_type].num_hidden_layers}."
+    mtp = f"model.layers.{ARCHITECTURES[model_type].num_hidden_layers}."
+    others, tensors = (mtp, "mtp.", "model.visual."), strong_tensors(model_type, seed=4)
     loaded = load_model(write_checkpoint(tmp_path / "hf", model_type, tensors), torch.float32)
     for version in (4, 5):
         tensors = strong_tensors(model_type, seed=version)
-        expected = {name: tensor_checksum(t.float()) for name, t in tensors.items() if not name.startswith(mtp)}
+        expected = {name: tensor_checksum(t.float()) for name, t in tensors.items() if not name.startswith(others)}
         if version == 5:
             update = loaded.weights.begin_update()
             update.add(tensors.items())
@@ -43,18 +43,22 @@ def test_a_checkpoint_is_served_as_it_is_and_then_an_update(model_type, tmp_path
         assert loaded.weights.checksums() == expected
 
 
-def test_a_tied_output_matrix_follows_the_embedding(tmp_path):
+@pytest.mark.parametrize(
+    ("family", "embedding"),
+    [("qwen3", "model.embed_tokens.weight"), ("qwen3_5", "model.language_model.embed_tokens.weight")],
+)
+def test_a_tied_output_matrix_follows_the_embedding(tmp_path, family, embedding):
     """Written out in the checkpoint or not; after an update, too."""
-    tensors = strong_tensors("qwen3", seed=4)
-    written = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
-    loaded = load_model(write_checkpoint(tmp_path / "hf", "qwen3", written), torch.float32)
-    new = strong_tensors("qwen3", seed=5)
+    tensors = strong_tensors(family, seed=4)
+    written = tensors | {"lm_head.weight": tensors[embedding].clone()}
+    loaded = load_model(write_checkpoint(tmp_path / "hf", family, written), torch.float32)
+    new = strong_tensors(family, seed=5)
     update = loaded.weights.begin_update()
     update.add(new.items())
     loaded.weights.serve(update, None)
     assert "lm_head.weight" not in loaded.weights.checksums()
-    assert torch.equal(loaded.model.lm_head.weight, new["model.embed_tokens.weight"].float())
-    assert torch.equal(loaded.model.model.embed_tokens.weight, new["model.embed_tokens.weight"].float())
+    assert torch.equal(loaded.model.lm_head.weight, new[embedding].float())
+    assert torch.equal(loaded.model.model.embed_tokens.weight, new[embedding].float())
 
 
 def test_an_update_replaces_everything_at_once(loaded, new_tensors):

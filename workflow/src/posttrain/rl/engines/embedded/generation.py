@@ -36,7 +36,8 @@ from posttrain.rl.engines.embedded.sampling import RowSampler
 SCORED_AT_A_TIME = 256
 # Compacting the batch copies the cache; it pays off once this share of the rows has finished.
 COMPACT_WHEN_FINISHED = 0.25
-MASK_KEY = "indexed_attention"
+# Keys of transformers' masks by kind of layer.
+INDEXED, FULL, LINEAR = "indexed_attention", "full_attention", "linear_attention"
 
 
 # The top tokens at one position, with their log-probabilities.
@@ -254,15 +255,27 @@ class _Batch:
     def _forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the last layer's output for `tokens` [B, Q], as [B, Q, H]."""
         self._version = self._weight_version()
-        mask = _additive_mask(self._real, num_queries=tokens.shape[1], dtype=self._model.dtype)
-        is_sparse = hasattr(self._model.config, "index_topk")
         return self._model.model(
             input_ids=tokens,
-            attention_mask={MASK_KEY: mask} if is_sparse else mask,
+            attention_mask=self._mask(tokens.shape[1]),
             position_ids=self._positions,
             past_key_values=self._cache,
             use_cache=True,
         ).last_hidden_state
+
+    def _mask(self, num_queries: int) -> Any:
+        """Return the masks in the form that the model takes, for the last `num_queries` positions.
+
+        A gated delta net multiplies its input by a mask of 0 and 1, so padding before a prompt leaves convolution and
+        recurrent state as empty as they are without it. Tokens that are decoded are no padding.
+        """
+        mask = _additive_mask(self._real, num_queries=num_queries, dtype=self._model.dtype)
+        if hasattr(self._model.config, "index_topk"):
+            return {INDEXED: mask}
+        if LINEAR in (getattr(self._model.config, "layer_types", None) or ()):
+            is_padded = num_queries > 1 and not self._real.all()
+            return {FULL: mask, LINEAR: self._real[:, -num_queries:] if is_padded else None}
+        return mask
 
 
 def _likeliest(logprobs: torch.Tensor, count: int) -> list[Alternatives]:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import importlib
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from posttrain.checkpoint.formats.config_sections import text_section
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
+from posttrain.checkpoint.param_names import HF_VISION
 from posttrain.checkpoint.quantization.dequantize import QuantizedCheckpoint
 from posttrain.checkpoint.quantization.fp8 import SCALE_SUFFIXES
 from posttrain.config.families import FAMILIES, modelling_module
@@ -64,10 +66,9 @@ def load_model(folder: Path, dtype: torch.dtype, has_weights: bool = True) -> Lo
     Raises:
         CheckpointError: The architecture is not supported, or the weights do not fit it.
     """
-    config = _config_of(folder)
-    model = build_model(folder, dtype)
-    num_mtp_layers = int(config.get("num_nextn_predict_layers") or 0)
-    weights = ServedWeights(model, config["num_hidden_layers"], num_mtp_layers)
+    model, config = build_model(folder, dtype), _config_of(folder)
+    text, family = text_section(config), FAMILIES[config["model_type"]]
+    weights = ServedWeights(model, ignored_names(config), family.text_prefix)
     if has_weights:
         fill_from_folder(weights.initial_load(), folder)
     else:
@@ -81,9 +82,21 @@ def load_model(folder: Path, dtype: torch.dtype, has_weights: bool = True) -> Lo
         weights=weights,
         model_type=config["model_type"],
         eos_token_ids=stop_token_ids(folder),
-        vocab_size=config["vocab_size"],
-        max_positions=config["max_position_embeddings"],
+        vocab_size=text["vocab_size"],
+        max_positions=text["max_position_embeddings"],
     )
+
+
+def ignored_names(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return how the names of tensors begin that computing texts does not need: MTP layers and vision tower.
+
+    Args:
+        config: Content of `config.json`.
+    """
+    family, text = FAMILIES[config["model_type"]], text_section(config)
+    first, count = text["num_hidden_layers"], int(text.get("num_nextn_predict_layers") or 0)
+    numbered = [f"{family.text_prefix}layers.{number}." for number in range(first, first + count)]
+    return (*numbered, *([family.mtp_prefix] if family.mtp_prefix else []), HF_VISION)
 
 
 def fill_from_folder(update: WeightUpdate, folder: Path) -> None:
@@ -103,7 +116,7 @@ def fill_from_folder(update: WeightUpdate, folder: Path) -> None:
         raise CheckpointError(
             error.code, f"{error.text}\n  remedy: make the folder again, or fetch it again"
         ) from error
-    log.info("loaded %s, %d tensors left out (MTP layers, copies)", folder, update.num_skipped)
+    log.info("loaded %s, %d tensors left out (MTP layers, vision tower, copies)", folder, update.num_skipped)
 
 
 def _config_of(folder: Path) -> dict[str, Any]:
@@ -116,6 +129,8 @@ def _config_of(folder: Path) -> dict[str, Any]:
 
 def build_model(folder: Path, dtype: torch.dtype) -> Any:
     """Return the model of a folder's config.json, in evaluation mode, with uninitialised weights.
+
+    A model with a vision tower is built without it.
 
     Raises:
         CheckpointError: The architecture is not supported.
@@ -130,7 +145,7 @@ def build_model(folder: Path, dtype: torch.dtype) -> Any:
 
     # Import only this class: `AutoModel` imports far more.
     module = importlib.import_module(modelling_module(model_type))
-    model_class = getattr(module, FAMILIES[model_type].hub_class)
+    model_class = getattr(module, FAMILIES[model_type].text_class)
     model_config = model_class.config_class.from_pretrained(config_file.parent)
     model_config._attn_implementation = ATTENTION_IMPLEMENTATION
     if "n_routed_experts" in FAMILIES[model_type].needs:

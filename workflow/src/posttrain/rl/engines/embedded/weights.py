@@ -12,7 +12,6 @@ the two.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +26,8 @@ from posttrain_weights.engine_handlers import pack, type_of
 
 log = logging.getLogger(__name__)
 
+# Start of the decoder's names in transformers' classes of texts.
+TEXT_PREFIX = "model."
 FUSED_GATE_UP, FUSED_DOWN = ".experts.gate_up_proj", ".experts.down_proj"
 
 
@@ -39,18 +40,18 @@ class ServedWeights:
 
     Args:
         model: A `transformers` model; its parameters and persistent buffers are served.
-        num_hidden_layers: Decoder layers of the model.
-        num_mtp_layers: MTP layers after them, which a checkpoint may hold and the engine ignores.
+        ignored: Starts of names that a checkpoint may hold and the engine ignores: MTP layers and vision tower.
+        text_prefix: Start of the decoder's tensor names on the Hub.
     """
 
-    def __init__(self, model: torch.nn.Module, num_hidden_layers: int, num_mtp_layers: int):
+    def __init__(self, model: torch.nn.Module, ignored: tuple[str, ...], text_prefix: str = TEXT_PREFIX):
         named = model.state_dict(keep_vars=True)
         firsts = {id(tensor): name for name, tensor in reversed(named.items())}
         self._served = {name: tensor for name, tensor in named.items() if firsts[id(tensor)] == name}
         # A tied output matrix is served with the embedding; a checkpoint may still contain it.
         self._copies = named.keys() - self._served.keys()
         self._spare: dict[str, torch.Tensor] | None = None
-        self._mtp_layers = range(num_hidden_layers, num_hidden_layers + num_mtp_layers)
+        self._ignored, self._text_prefix = ignored, text_prefix
         self._sizes: dict[str, int] = {}  # size in bytes of the released serving set
         self.version: str | None = None
         self.is_whole = True
@@ -62,7 +63,7 @@ class ServedWeights:
 
     def initial_load(self) -> WeightUpdate:
         """Return an update that fills the serving set in place, for the initial load."""
-        return WeightUpdate(self._served, self._mtp_layers, self._copies)
+        return WeightUpdate(self._served, self._ignored, self._copies, self._text_prefix)
 
     def begin_update(self) -> WeightUpdate:
         """Return an update that fills the spare set, or the serving set if it holds no weights yet."""
@@ -72,7 +73,7 @@ class ServedWeights:
             return self.initial_load()
         if self._spare is None:
             self._spare = {name: torch.empty_like(tensor.data) for name, tensor in self._served.items()}
-        return WeightUpdate(self._spare, self._mtp_layers, self._copies)
+        return WeightUpdate(self._spare, self._ignored, self._copies, self._text_prefix)
 
     def serve(self, update: WeightUpdate, version: str | None) -> None:
         """Serve a complete update. Call it while no batch runs.
@@ -104,7 +105,7 @@ class ServedWeights:
 
     def checksums(self) -> dict[str, str]:
         """Return the checksum of every served tensor, in the engine's compute form, by Hub name."""
-        return {name: tensor_checksum(view) for name, view in views_by_hub_name(self._served).items()}
+        return {name: tensor_checksum(view) for name, view in self._views().items()}
 
     def parts(self, tensors: Sequence[Sequence[Any]]) -> str:
         """List the held tensors, each whole; see `posttrain_weights.engine_handlers.parts`."""
@@ -126,7 +127,7 @@ class ServedWeights:
         return Digester.of_parts(bytes.fromhex(key), views, [(0, 0)] * len(views))
 
     def _views(self) -> dict[str, torch.Tensor]:
-        return views_by_hub_name(self._served)
+        return views_by_hub_name(self._served, self._text_prefix)
 
 
 @dataclass
@@ -135,13 +136,15 @@ class WeightUpdate:
 
     Args:
         tensors: The tensors to fill, by the model's names.
-        mtp_layers: Numbers of layers whose tensors are counted but ignored.
+        ignored: Starts of the names of tensors that are counted but ignored.
         copies: Names of tensors tied to others of the model; also ignored.
+        text_prefix: Start of the decoder's tensor names on the Hub.
     """
 
     tensors: Mapping[str, torch.Tensor]
-    mtp_layers: range
+    ignored: tuple[str, ...]
     copies: Collection[str] = ()
+    text_prefix: str = TEXT_PREFIX
     num_skipped: int = 0
     version: str | None = None
     _views: dict[str, torch.Tensor] = field(init=False)
@@ -149,7 +152,7 @@ class WeightUpdate:
     _failure: str = field(init=False, default="")
 
     def __post_init__(self) -> None:
-        self._views = views_by_hub_name(self.tensors)
+        self._views = views_by_hub_name(self.tensors, self.text_prefix)
 
     @torch.no_grad()
     def add(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -177,7 +180,7 @@ class WeightUpdate:
 
     def _add(self, name: str, bucket: Mapping[str, torch.Tensor]) -> None:
         view = self._views.get(name)
-        if view is None and (self._is_mtp(name) or name in self.copies):
+        if view is None and (name.startswith(self.ignored) or name in self.copies):
             self.num_skipped += 1
             return
         if suffix := next((suffix for suffix in SCALE_SUFFIXES if name.endswith(suffix)), ""):
@@ -192,21 +195,20 @@ class WeightUpdate:
         view.copy_(tensor)
         self._received.add(name)
 
-    def _is_mtp(self, name: str) -> bool:
-        layer = re.match(r"model\.layers\.(\d+)\.", name)
-        return layer is not None and int(layer[1]) in self.mtp_layers
 
-
-def views_by_hub_name(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def views_by_hub_name(tensors: Mapping[str, torch.Tensor], text_prefix: str = TEXT_PREFIX) -> dict[str, torch.Tensor]:
     """Return a view of every tensor of the model under its Hub name.
 
     Args:
         tensors: By the model's names; `...experts.gate_up_proj` [E, 2F, H] holds gate rows, then up rows, per
             expert, and `...experts.down_proj` is [E, H, F].
+        text_prefix: Start of the decoder's tensor names on the Hub.
     """
     views: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        data = tensor.data
+    for own_name, tensor in tensors.items():
+        name, data = own_name, tensor.data
+        if name.startswith(TEXT_PREFIX):
+            name = text_prefix + name.removeprefix(TEXT_PREFIX)
         if name.endswith(FUSED_GATE_UP):
             for expert, (gate, up) in enumerate(zip(*data.chunk(2, dim=1), strict=True)):
                 prefix = f"{name.removesuffix('gate_up_proj')}{expert}"
