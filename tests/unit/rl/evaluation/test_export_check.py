@@ -7,11 +7,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.support.rejections import rejected
-from tests.support.tiny_checkpoint import TINY, TINY_QWEN3, make_random_checkpoint, write_shards
+from tests.support.tiny_checkpoint import (
+    TINY,
+    TINY_QWEN3,
+    TINY_QWEN3_5,
+    TINY_QWEN3_5_MOE,
+    make_random_checkpoint,
+    write_shards,
+)
 
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
 from posttrain.checkpoint.param_names import optional_copies
 from posttrain.checkpoint.reference_logprobs import ReferenceLogprobs, ReferencePrompt, write_reference_logprobs
+from posttrain.config.families import family_of
 from posttrain.config.schema import Model, Patch, Source
 from posttrain.errors import ConfigError
 from posttrain.rl.evaluation.export_check import check_export, in_words
@@ -25,7 +33,9 @@ def model_of(arch, copies="reject"):
     return Model("m", Source("folder"), arch, Patch("native", copies))
 
 
-@pytest.fixture(params=[TINY, TINY_QWEN3], ids=["mtp", "tied"])
+@pytest.fixture(
+    params=[TINY, TINY_QWEN3, TINY_QWEN3_5, TINY_QWEN3_5_MOE], ids=["mtp", "tied", "tower-tied", "tower-experts"]
+)
 def exported(request, tmp_path):
     """An export with all copies written out, and what its trainer said."""
     arch = request.param
@@ -84,7 +94,8 @@ def test_what_an_mtp_layer_has_of_its_own_may_be_kept(tmp_path, exported):
 @pytest.mark.parametrize("way", WAYS)
 def test_other_weights_fail_by_what_they_say(exported, way):
     folder, arch = exported
-    edit(folder, "model.norm.weight", torch.zeros_like)
+    # The weight of a norm around 1 is its distance from it.
+    edit(folder, f"{family_of(arch).text_prefix}norm.weight", lambda tensor: torch.full_like(tensor, 4.0))
     with pytest.raises(ConfigError) as error:
         check_export(folder, model_of(arch), way)
     assert "nats from the trainer's (fp32) in the mean of 7 tokens" in str(error.value)
@@ -94,7 +105,9 @@ def test_other_weights_fail_by_what_they_say(exported, way):
 def test_a_config_that_makes_another_model_of_the_same_tensors_fails(exported):
     folder, arch = exported
     config = folder / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"rms_norm_eps": 10.0}))
+    content = json.loads(config.read_text())
+    content.get("text_config", content)["rms_norm_eps"] = 10.0
+    config.write_text(json.dumps(content))
     with rejected("logprobs-differ"):
         check_export(folder, model_of(arch), "whole")
 

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.support.tiny_checkpoint import ALL, TINY, TINY_QWEN3, make_random_checkpoint
+from tests.support.tiny_checkpoint import ALL, QWEN3_5, TINY, TINY_QWEN3, TINY_QWEN3_5, make_random_checkpoint
 
 from posttrain.checkpoint.formats.config_patch import Change, apply_changes, write_patched
 from posttrain.checkpoint.formats.hf_config import ALIAS_CLASS, ALIAS_TYPE
@@ -17,7 +17,8 @@ from posttrain.rl.evaluation.layerwise import logprobs_by_layer, logprobs_whole
 PAIRS = [((5, 9, 33, 12), (60, 2, 8, 40, 17, 3, 21, 22)), ((7,), (7,)), ((50, 4, 4, 19, 30, 31, 2, 6), (41, 1, 9))]
 WAYS = [logprobs_whole, logprobs_by_layer]
 # One with all parts of the architecture, one without any of them; the others in `make test-faults`.
-FAST = ("glm_moe_dsa_sharing", "qwen3_moe")
+FAST = ("glm_moe_dsa_sharing", "qwen3_moe", "qwen3_5", "qwen3_5_moe")
+ARCHITECTURES = {**ALL, **QWEN3_5}
 
 
 def mtp_layers(arch):
@@ -25,10 +26,10 @@ def mtp_layers(arch):
 
 
 @pytest.mark.parametrize(
-    "family", [name if name in FAST else pytest.param(name, marks=pytest.mark.faults("slow")) for name in ALL]
+    "family", [name if name in FAST else pytest.param(name, marks=pytest.mark.faults("slow")) for name in ARCHITECTURES]
 )
 def test_both_ways_give_the_same_numbers(tmp_path, family):
-    arch = ALL[family]
+    arch = ARCHITECTURES[family]
     make_random_checkpoint(tmp_path, arch)
     whole, loading = logprobs_whole(tmp_path, PAIRS, mtp_layers(arch))
     layered, also = logprobs_by_layer(tmp_path, PAIRS, mtp_layers(arch))
@@ -85,6 +86,33 @@ BROKEN = {
     "a stranger in a layer": (lambda t: t.update({f"{NORM}2": torch.ones(2)}), f"{NORM}2", "unexpected"),
     "a wider norm": (widen(NORM), NORM, "another shape"),
 }
+
+
+VISION, MTP = "model.visual.blocks.1.attn.qkv.weight", "mtp.layers.0.mlp.up_proj.weight"
+A_LOG = "model.language_model.layers.2.linear_attn.A_log"
+BROKEN_TOWER = {
+    "a matrix of the vision tower is lost": (lose(VISION), VISION, "missing"),
+    "a stranger in the vision tower": (lambda t: t.update({f"{VISION}2": torch.ones(2)}), f"{VISION}2", "unexpected"),
+    "a decay is lost": (lose(A_LOG), A_LOG, "missing"),
+    "more decays than heads": (widen(A_LOG), A_LOG, "another shape"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("case", BROKEN_TOWER)
+def test_what_is_not_loaded_of_a_model_with_a_vision_tower_is_told(tmp_path, way, case):
+    edit, name, kind = BROKEN_TOWER[case]
+    make_random_checkpoint(tmp_path, TINY_QWEN3_5, num_shards=1)
+    change(tmp_path, edit)
+    answers, loading = way(tmp_path, PAIRS, mtp_layers(TINY_QWEN3_5))
+    assert answers == []
+    assert any(name in line and kind in line for line in loading.lines()), loading.lines()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_mtp_tensors_with_names_of_their_own_are_strangers_to_a_model_without(tmp_path, way):
+    make_random_checkpoint(tmp_path, TINY_QWEN3_5)
+    assert MTP in way(tmp_path, [], [])[1].unexpected
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -3,7 +3,8 @@
 A whole model is loaded with `from_pretrained`. A model that does not fit into a node's memory is built on the meta
 device, where weights take no memory. Each sequence runs the forward pass in its own thread. The threads synchronise
 before every decoder layer, which is then loaded from the shards, and after it, when it is dropped. So only one layer is
-in memory at a time, and every weight is read once. Both ways compute the same numbers, in FP32.
+in memory at a time, and every weight is read once. Both ways compute the same numbers, in FP32. A vision tower is
+loaded and not used.
 
 Source: transformers 5.23, `PreTrainedModel._load_pretrained_model`.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +27,7 @@ from posttrain.checkpoint.formats.config_patch import apply_changes, read_patch
 from posttrain.checkpoint.formats.config_sections import CONFIG
 from posttrain.checkpoint.formats.hf_layout import read_object
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
+from posttrain.config.families import FAMILIES, Family, modelling_module
 from posttrain.report.progress import ProgressBar
 from posttrain.rl.engines.embedded.stable_topk import make_indexers_stable
 
@@ -66,13 +69,14 @@ def logprobs_whole(
     Returns:
         Natural-log probability of each token of each continuation at temperature 1, and the loading problems.
     """
-    from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
+    config = _config_of(folder)
+    family = FAMILIES[config.model_type]
+    loaded: Any = _model_class(config).from_pretrained(
         folder,
-        config=_config_of(folder),
+        config=config,
         dtype=torch.float32,
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # reported below instead of raised
@@ -80,7 +84,12 @@ def logprobs_whole(
     )
     model, told = loaded
     failed = [str(failure) for failure in told.get("error_msgs", ())]
-    loading = _loading(told["missing_keys"], told["unexpected_keys"], [*told["mismatched_keys"], *failed], mtp_layers)
+    # transformers reports none of these.
+    hidden = [name for name in CheckpointReader(folder) if family.mtp_prefix and name.startswith(family.mtp_prefix)]
+    unexpected = {*map(str, told["unexpected_keys"]), *hidden}
+    loading = _loading(
+        told["missing_keys"], unexpected, [*told["mismatched_keys"], *failed], _mtp_names(family, mtp_layers)
+    )
     if loading.lines():
         return [], loading
     make_indexers_stable(model.eval())
@@ -112,11 +121,22 @@ def _config_of(folder: Path) -> Any:
     return AutoConfig.for_model(content.pop("model_type"), **content)
 
 
+def _model_class(config: Any) -> Any:
+    """Return the family's class; transformers' choice for causal models would drop a vision tower silently."""
+    module = importlib.import_module(modelling_module(config.model_type))
+    return getattr(module, FAMILIES[config.model_type].hub_class)
+
+
+def _mtp_names(family: Family, mtp_layers: Collection[int]) -> tuple[str, ...]:
+    """Return how the names of MTP layers' tensors begin."""
+    apart = [family.mtp_prefix] if family.mtp_prefix and mtp_layers else []
+    return (*(f"{family.text_prefix}layers.{layer}." for layer in mtp_layers), *apart)
+
+
 def _loading(
-    missing: Iterable[Any], unexpected: Iterable[Any], mismatched: Iterable[Any], mtp_layers: Collection[int]
+    missing: Iterable[Any], unexpected: Iterable[Any], mismatched: Iterable[Any], mtp_names: tuple[str, ...]
 ) -> Loading:
-    prefixes = tuple(f"model.layers.{layer}." for layer in mtp_layers)
-    names = [str(name) for name in unexpected if not str(name).startswith(prefixes)]
+    names = [str(name) for name in unexpected if not str(name).startswith(mtp_names)]
     return Loading([*map(str, missing)], names, [*map(str, mismatched)])
 
 
@@ -142,12 +162,11 @@ class _LayeredModel:
     """
 
     def __init__(self, folder: Path, mtp_layers: Collection[int]):
-        from transformers import AutoModelForCausalLM
-
-        self._reader, self._mtp_layers = CheckpointReader(folder), mtp_layers
+        config = _config_of(folder)
+        self._reader, self._mtp_names = CheckpointReader(folder), _mtp_names(FAMILIES[config.model_type], mtp_layers)
         # Non-persistent buffers, like the rotary frequencies, are computed as usual.
         with _weights_on_meta():
-            self._model = AutoModelForCausalLM.from_config(_config_of(folder), dtype=torch.float32)
+            self._model = _model_class(config)._from_config(config, dtype=torch.float32)
         self._model.eval()
         make_indexers_stable(self._model)
         decoder = self._model.get_decoder()
@@ -162,7 +181,7 @@ class _LayeredModel:
     @property
     def loading(self) -> Loading:
         """The problems of all layers loaded so far."""
-        return _loading(self._missing, self._unexpected, self._mismatched, self._mtp_layers)
+        return _loading(self._missing, self._unexpected, self._mismatched, self._mtp_names)
 
     def load_all(self) -> list[list[float]]:
         """Load and drop each layer, without a forward pass."""
@@ -217,8 +236,8 @@ class _LayeredModel:
 
         mapping: Any = get_model_conversion_mapping(self._model)
         config = LoadStateDictConfig(dtype=torch.float32, weight_mapping=mapping, ignore_mismatched_sizes=True)
-        tensors = {name: self._reader.tensor(name) for name in names}
         with torch.inference_mode(False):
+            tensors = {name: self._reader.tensor(name) for name in names}
             told, _ = convert_and_load_state_dict_in_model(self._model, tensors, config)
         self._unexpected |= set(told.unexpected_keys)
         self._mismatched |= {str(name) for name in told.mismatched_keys} | {*map(str, told.conversion_errors)}
