@@ -52,7 +52,7 @@ PLACES = {
     ("rl/evaluation/export_check.py", "load"): "of rl/evaluation/layerwise.py",
     (
         "rl/evaluation/layerwise.py",
-        "AutoModelForCausalLM.from_pretrained",
+        "_model_class(config).from_pretrained",
     ): "trust_remote_code is off; we export safetensors",
     ("checkpoint/formats/torch_dist_format.py", "FormatUnpickler(file).load"): "the list of the format's classes",
     ("checkpoint/formats/torch_dist_format.py", "torch.load"): "weights_only",
