@@ -10,13 +10,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
-from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -127,7 +128,7 @@ def build_policy(config: Config) -> Policy:
         DistributedDataParallel(
             settings,
             ddp_config(config),
-            Float16Module(settings, chunk) if settings.bf16 else chunk,
+            _in_precision(settings, chunk),
             disable_bucketing=number > 0,
         )
         for number, chunk in enumerate(chunks)
@@ -139,7 +140,7 @@ def build_policy(config: Config) -> Policy:
     settings.grad_scale_func = None
     # Schedules use it to delay gradient synchronisation until a chunk's last micro-batch.
     settings.no_sync_func = partial(_no_sync, wrapped)
-    optimizer = get_megatron_optimizer(optimizer_config(config), wrapped)
+    optimizer = get_megatron_optimizer(optimizer_config(config), wrapped, _parameter_groups(config))
     replay = RoutingReplay(config, wrapped) if config.algorithm.routing_replay else None
     return Policy(config, chunks, wrapped, optimizer, ExpertLoad(chunks), replay)
 
@@ -148,9 +149,30 @@ def build_for_passes(config: Config) -> Policy:
     """Return this rank's model for forward passes only: no gradients, no optimizer."""
     chunks = build_model(config)
     settings = chunks[0].config
-    wrapped = [Float16Module(settings, chunk) if settings.bf16 else chunk for chunk in chunks]
+    wrapped = [_in_precision(settings, chunk) for chunk in chunks]
     # The schedules only call the module.
     return Policy(config, chunks, cast(list[DistributedDataParallel], wrapped), None, ExpertLoad(chunks))
+
+
+def _parameter_groups(config: Config) -> dict[ParamKey, Any]:
+    """Return Megatron's parameter groups, and one more of the weights that stay in FP32.
+
+    Within a group of both precisions Megatron 0.19.2 confuses their optimizer states: it stores FP32 weights first
+    (`_build_model_and_main_param_groups`), and looks them up in the order of the buffers.
+    """
+    apart = {ParamKey(attr="stays_fp32"): {"stays_fp32": True}}
+    return get_standard_config_overrides(optimizer_config(config)) | apart
+
+
+def _in_precision(settings: TransformerConfig, chunk: LogprobModel) -> torch.nn.Module:
+    """Return a chunk in BF16 if the run trains in BF16, except the weights that are marked to stay in FP32."""
+    if not settings.bf16:
+        return chunk
+    wrapped = Float16Module(settings, chunk)
+    for parameter in chunk.parameters():
+        if getattr(parameter, "stays_fp32", False):
+            parameter.data = parameter.data.float()
+    return wrapped
 
 
 @contextmanager

@@ -23,6 +23,7 @@ class GatedRMSNorm(torch.nn.Module):
         super().__init__()
         self.eps = config.layernorm_epsilon
         self.weight = torch.nn.Parameter(torch.ones(width, dtype=config.params_dtype))
+        self.weight.stays_fp32 = True  # type: ignore[attr-defined]
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:

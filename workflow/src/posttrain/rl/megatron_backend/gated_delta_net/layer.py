@@ -83,6 +83,8 @@ class GatedDeltaNet(MegatronModule):
         self.A_log, self.dt_bias = (
             torch.nn.Parameter(torch.empty(num_value_heads, dtype=config.params_dtype)) for _ in range(2)
         )
+        # The checkpoints have it in FP32.
+        self.A_log.stays_fp32 = True  # type: ignore[attr-defined]
         for parameter in (self.conv1d.weight, self.A_log, self.dt_bias):
             set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
         self.out_norm = GatedRMSNorm(config, config.linear_value_head_dim)
