@@ -79,6 +79,8 @@ class Guess:
 WORKER = "posttrain.rl.environments.worker"
 # A rank that writes no file for so long hangs; busy cores take ten times as long to import its modules as quiet ones.
 QUIET_SECONDS = 180.0
+# A worker that follows its trainer ends at once; busy cores take longer.
+GONE_SECONDS = 60.0
 RUNS = {
     "recompute": {"rollout.on_new_weights": "recompute", "rollout.max_staleness": 2},
     "keep": {"rollout.on_new_weights": "keep", "rollout.max_staleness": 1},
@@ -193,7 +195,7 @@ class Training:
 
     def _check_no_worker_is_left(self) -> None:
         """No process of an environment outlives its trainer."""
-        until = time.monotonic() + 10
+        until = time.monotonic() + GONE_SECONDS
         while left := self._workers():
             assert time.monotonic() < until, f"left over: {left}"
             time.sleep(0.05)

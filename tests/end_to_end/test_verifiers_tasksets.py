@@ -140,6 +140,16 @@ def test_limits_of_ours_are_limits_of_theirs(compare: tuple, end: str, tmp_path:
     assert [reward] == theirs["rewards"] == [0.75]
 
 
+def test_a_call_of_a_response_that_was_cut_is_not_made(tmp_path: Path) -> None:
+    """A limit may have cut the call itself; what its tool would change must not change after the end."""
+    calls = tmp_path / "calls.txt"
+    (row,) = COMPARE.rows("--limit", "1")
+    actions = [act((TOOL, {"digit": 5, "number": 3})), act((TOOL, {"digit": 4, "number": 3}), text="3?")]
+    with dataclasses.replace(COMPARE, variables={"COMPARE_CALLS": str(calls)}).served() as url:
+        assert play(url, row, *actions, end="truncated") == (["less"], 0.75)
+        assert calls.read_text() == "5 3\n"
+
+
 @pytest.mark.parametrize(
     ("fault", "failure"),
     [

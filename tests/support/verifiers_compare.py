@@ -1,9 +1,14 @@
-"""A taskset on the base classes of verifiers: find a digit with a tool. It runs in the environment of that library."""
+"""A taskset on the base classes of verifiers: find a digit with a tool. It runs in the environment of that library.
+
+Calls of the tool are noted in the file that the variable COMPARE_CALLS names, if it is set.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import verifiers.v1 as vf
 
@@ -19,6 +24,9 @@ class CompareToolset(vf.Toolset[vf.ToolsetConfig]):
     @vf.tool
     async def compare(self, digit: int, number: int) -> str:
         """Compare two digits."""
+        if path := os.environ.get("COMPARE_CALLS"):
+            with Path(path).open("a") as file:
+                file.write(f"{digit} {number}\n")
         return "equal" if digit == number else "greater" if number > digit else "less"
 
 
