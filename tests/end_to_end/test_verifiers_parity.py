@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp.test_utils import TestServer
 from tests.support.chat_tokenizers import GLM, QWEN3, make_chat_tokenizer
+from tests.support.megatron_single import CONFIG_DIR
 from tests.support.requirements import require
 from tests.support.scripted_episodes import ScriptedEpisode, play_ours, respond, segments_of
+from tests.support.tiny_checkpoint import TINY_QWEN3, make_random_checkpoint
 from tests.support.workflow_runs import ROOT
 
+from posttrain.config.schema import Config
+from posttrain.plan.resolve import resolve
 from posttrain.rl.data.chat import ChatTokenizer
+from posttrain.rl.engines.engine_endpoints import EngineEndpoints, client_of, engines_to_ask
+from posttrain.rl.engines.responses import GenerateRequest
 from posttrain.rl.environments.protocol import EpisodeReward
 from posttrain.rl.environments.tool_calls import parse_action
+from posttrain_verifiers.engine import TokenEndpoint
 
 pytestmark = pytest.mark.faults("environments")
 ENVIRONMENTS = Path(os.environ.get("POSTTRAIN_ENVIRONMENTS") or ROOT / ".envs" / "environments")
@@ -87,11 +97,24 @@ PLAYED = {
 EQUAL = PLAYED - {*DIFFERENT}
 
 
+def records_of(script: Sequence[dict[str, Any]], folder: Path, **variables: str) -> list[dict[str, Any]]:
+    """Return what verifiers records of the episodes of a script; see `verifiers_player`."""
+    python = ENVIRONMENTS / "verifiers/bin/python"
+    require("environments", "" if (ENVIRONMENTS / "verifiers/.ready").exists() else f"{python} is not there")
+    path = folder / "script.json"
+    path.write_text(json.dumps(script))
+    program = [python, ROOT / "tests/support/verifiers_player.py", path]
+    environment = {**os.environ, **variables}
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    records = json.loads(done.stdout)
+    assert [(record["ok"], record["errors"]) for record in records] == [(True, [])] * len(script)
+    return records
+
+
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[ChatTokenizer, ScriptedEpisode, dict]]:
     """All episodes with both policies of thinking, and verifiers' record of each."""
-    python = ENVIRONMENTS / "verifiers/bin/python"
-    require("environments", "" if (ENVIRONMENTS / "verifiers/.ready").exists() else f"{python} is not there")
     asked: dict[str, tuple[ChatTokenizer, ScriptedEpisode]] = {}
     script: list[dict[str, Any]] = []
     for family, (tokens, episodes) in FAMILIES.items():
@@ -105,13 +128,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[ChatToke
     # A second conversation goes on after the first response of the last episode.
     chat, episode = asked["forked"] = chat, replace(episode, responses=[*episode.responses, episode.responses[-1]])
     script.append(episode.as_json() | place | {"fork": [{**TOOL[0], "content": "43"}]})
-    path = tmp_path_factory.mktemp("script") / "script.json"
-    path.write_text(json.dumps(script))
-    program = [python, ROOT / "tests/support/verifiers_player.py", path]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    records = json.loads(done.stdout)
-    assert all((record["ok"], record["errors"]) == (True, []) for record in records)
+    records = records_of(script, tmp_path_factory.mktemp("script"))
     return {key: (*asked[key], record) for key, record in zip(asked, records, strict=True)}
 
 
@@ -179,3 +196,38 @@ def test_their_forks_train_a_shared_response_twice(played: dict) -> None:
     trained = sum(sum(branch["mask"]) for branch in theirs["branches"])
     shared = len(episode.responses[0].tokens)
     assert trained == sum(len(response.tokens) for response in episode.responses) + shared
+
+
+def test_their_loop_with_our_engine(tmp_path: Path) -> None:
+    """Their training client asks the embedded engine: it records what the engine samples after the same tokens."""
+    folder = tmp_path / "model"
+    architecture = replace(TINY_QWEN3, vocab_size=512, max_position_embeddings=4096)
+    make_random_checkpoint(folder, architecture, seed=3)
+    chat = make_chat_tokenizer(folder, QWEN3)
+    sizes = {f"model.architecture.{name}": size for name, size in asdict(architecture).items()}
+    words = " ".join(f"{name}={size}" for name, size in sizes.items() if not isinstance(size, dict))
+    config = resolve({"model": "tiny_qwen3", "site": "local", "set": f"rollout.fp8=false {words}"}, CONFIG_DIR).config
+    episode = ScriptedEpisode(ASKED, [], [MORE], [1.0]).as_json()
+    episode |= {"folder": str(folder), "renderer": {"name": "qwen3", "thinking_retention": "all"}}
+    with engines_to_ask(config, folder, tmp_path / "logs") as engines:
+        asyncio.run(_compare(config, engines, episode, tmp_path, chat))
+
+
+async def _compare(
+    config: Config, engines: EngineEndpoints, episode: dict[str, Any], folder: Path, chat: ChatTokenizer
+) -> None:
+    async with client_of(config, engines) as client, TestServer(TokenEndpoint(engines.urls[0]).app()) as front:
+        script = [episode | {"model": str(front.make_url("")).rstrip("/")}]
+        (record,) = await asyncio.to_thread(records_of, script, folder, MODEL_KEY=engines.secret)
+        (branch,) = record["branches"]
+        tokens, places = branch["tokens"], [place for place, mark in enumerate(branch["mask"]) if mark]
+        assert chat.text_of(tokens).count("<|im_start|>assistant") == 2
+        starts = [place for place in places if place - 1 not in places]
+        assert len(starts) == 2
+        for start in starts:
+            request = GenerateRequest(tokens[:start], sampling_seed=0, max_new_tokens=8, temperature=0.0)
+            (again,) = await client.generate([request], 0)
+            count = len(again.output_ids)
+            assert tuple(tokens[start : start + count]) == again.output_ids
+            assert start + count not in places
+            assert branch["logprobs"][start : start + count] == pytest.approx(again.logprobs, abs=1e-6)

@@ -5,7 +5,8 @@ Usage: python verifiers_player.py SCRIPT     prints a JSON list, one object per 
 A script is a JSON list of episodes: `folder` (a tokenizer), `renderer` (its settings), `messages`, `tools`, `responses`
 (a list of `tokens`, `logprobs` and `finish_reason`), `observations` (a list of messages after each response but the
 last), `rewards` by name, and perhaps `fork`: messages with which a second conversation goes on after the first
-response. The model is an endpoint of this process that answers with the responses in turn.
+response. The model is an endpoint of this process that answers with the responses in turn, or the one whose address is
+`model`, greedy, with 8 tokens a response.
 """
 
 from __future__ import annotations
@@ -106,7 +107,10 @@ class Endpoint:
 
 async def play(episode: dict[str, Any]) -> dict[str, Any]:
     """Return what verifiers has recorded of an episode."""
-    endpoint = Endpoint(episode.pop("responses"))
+    responses = episode.pop("responses")
+    if address := episode.pop("model", ""):
+        return await play_with(episode, f"{address}/v1", {"temperature": 0.0, "max_tokens": 8})
+    endpoint = Endpoint(responses)
     app = web.Application()
     app.add_routes([web.post("/inference/v1/generate", endpoint.generate), web.get("/v1/models", endpoint.models)])
     runner = web.AppRunner(app)
@@ -114,17 +118,24 @@ async def play(episode: dict[str, Any]) -> dict[str, Any]:
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     port = site._server.sockets[0].getsockname()[1]
+    try:
+        return await play_with(episode, f"http://127.0.0.1:{port}/v1", None)
+    finally:
+        await runner.cleanup()
+
+
+async def play_with(episode: dict[str, Any], address: str, sampling: dict[str, Any] | None) -> dict[str, Any]:
+    """Return what is recorded of an episode whose model is at an address."""
     client = TrainClientConfig(
-        base_url=f"http://127.0.0.1:{port}/v1",
+        base_url=address,
         renderer=episode.pop("renderer"),
         renderer_model_name=episode.pop("folder"),
-        api_key_var="NO_KEY",
+        api_key_var="MODEL_KEY",
     )
-    config = AgentConfig(harness={"id": "verifiers_player"}, runtime={"type": "subprocess"}, model="m", client=client)
+    seat = {"harness": {"id": "verifiers_player"}, "runtime": {"type": "subprocess"}, "sampling": sampling}
+    config = AgentConfig(**seat, model="m", client=client)
     data = EpisodeData(prompt=episode.pop("messages"), **episode)
-    trace = await vf.Agent(config).run(EpisodeTask(data))
-    await runner.cleanup()
-    return recorded(trace)
+    return recorded(await vf.Agent(config).run(EpisodeTask(data)))
 
 
 def recorded(trace: vf.Trace) -> dict[str, Any]:

@@ -20,8 +20,9 @@ MAX_REQUEST_BYTES = 64 << 20
 RENAMED = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
 SAME = {"temperature", "top_p", "top_k", "min_p", "stop_token_ids", "ignore_eos"}
 SAME |= {"repetition_penalty", "frequency_penalty", "presence_penalty"}
-# Those without another name there, and the values with which they change no token.
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {"logprobs": (0, 1), "n": (1,), "skip_special_tokens": (False, True)}
+# Those that say what is answered, not what is sampled; and those with a value that changes nothing.
+OF_ANSWERS = {"logprobs", "skip_special_tokens", "routed_experts_prompt_start"}
+NEUTRAL = {"n": 1}
 
 
 class TokenEndpoint:
@@ -85,8 +86,9 @@ def generate_body(asked: Mapping[str, Any]) -> dict[str, Any]:
     if "max_tokens" not in given:
         raise ValueError("max_tokens is missing; engines have different defaults")
     parameters = {RENAMED.get(name, name): value for name, value in given.items() if name in (*RENAMED, *SAME)}
-    if others := [name for name in given.keys() - {*RENAMED, *SAME} if given[name] not in NEUTRAL.get(name, ())]:
-        raise ValueError(f"{min(others)}={given[min(others)]!r} is not supported")
+    others = given.keys() - {*RENAMED} - SAME - OF_ANSWERS
+    if wrong := sorted(name for name in others if given[name] != NEUTRAL.get(name)):
+        raise ValueError(f"{wrong[0]}={given[wrong[0]]!r} is not supported")
     # vLLM's 0 is SGLang's -1: all tokens.
     parameters |= {"top_k": -1} if parameters.get("top_k") == 0 else {}
     salt = {"extra_key": asked["cache_salt"]} if asked.get("cache_salt") else {}
