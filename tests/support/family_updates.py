@@ -84,11 +84,13 @@ def main() -> None:
 def run_gang(cases: list[tuple[str, str]], folder: Path) -> None:
     """Run the cases of this number of ranks; the one rank's results are what the others are held against."""
     from posttrain.config.schema import Architecture, RopeScaling
+    from posttrain.config.vision import VisionTower
 
     found, laid_out = {}, None
     for layout, family in sorted(cases):
         values = json.loads((folder / family / "architecture.json").read_text())
-        arch = Architecture(**values | {"rope_scaling": RopeScaling(**values["rope_scaling"])})
+        parts = {"rope_scaling": RopeScaling(**values["rope_scaling"]), "vision": VisionTower(**values["vision"])}
+        arch = Architecture(**values | parts)
         config = config_of(arch, layout)
         # A model without experts has other groups under the same words.
         if config.parallel != laid_out:

@@ -10,13 +10,18 @@ from pathlib import Path
 import pytest
 from tests.support.family_updates import DIMENSIONS, num_ranks, products
 from tests.support.megatron_single import run_gangs
-from tests.support.tiny_checkpoint import ALL, TINY_YARN, TRAINED, make_random_checkpoint
+from tests.support.tiny_checkpoint import ALL, QWEN3_5, TINY_YARN, TRAINED, make_random_checkpoint
 
 FAMILIES = {
     **ALL,
     "glm_moe_dsa": TRAINED,
     # Keys wider than values; as in DeepSeek-V3 a token chooses twice as many experts as groups.
     "deepseek_v3_yarn": dataclasses.replace(TINY_YARN, v_head_dim=12, num_experts_per_tok=4),
+    # A key head of delta nets for each of four ranks.
+    **{
+        family: dataclasses.replace(arch, linear_num_key_heads=4, linear_num_value_heads=8)
+        for family, arch in QWEN3_5.items()
+    },
 }
 # With layers for two stages of two chunks; where layers share a choice of keys, a chunk begins with one that chooses.
 DEEPER = {
@@ -34,6 +39,13 @@ COVER = (
     "tensor data",
     "context data expert",
     "tensor expert",
+)
+# Delta nets: heads on tensor- and context-parallel ranks at once, stages, and experts.
+DELTA_NETS = (
+    ("tensor context", "qwen3_5"),
+    ("pipeline data", "qwen3_5"),
+    ("tensor data expert", "qwen3_5_moe"),
+    ("pipeline context", "qwen3_5_moe"),
 )
 # Of the products beyond pairs, that whose experts' ranks exchange parts of different sizes.
 SHARED_EXPERTS = ("tensor data expert expert_tensor", "qwen3_moe")
@@ -74,7 +86,7 @@ def test_all_products_are_there() -> None:
 
 def test_layouts_that_cover_all_pairs(tmp_path: Path) -> None:
     """About half a minute of two cores: 7 models by one rank each, and 11 gangs, of which most have four ranks."""
-    cases = [*zip(COVER, ONE_EACH, strict=True), SHARED_EXPERTS, *INTERLEAVED]
+    cases = [*zip(COVER, ONE_EACH, strict=True), SHARED_EXPERTS, *DELTA_NETS, *INTERLEAVED]
     # A model without experts has none to spread.
     assert not [(layout, family) for layout, family in cases[:7] if "expert" in layout and not has_experts(family)]
     hold_against_one_rank(tmp_path, cases)

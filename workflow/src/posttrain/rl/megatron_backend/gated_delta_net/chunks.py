@@ -175,6 +175,11 @@ def _normalised(vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return vectors * factor, factor
 
 
+def _from_each_on(values: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return for each place the sum of the values from there on."""
+    return values.flip(dim).cumsum(dim).flip(dim)
+
+
 def _through_norm(grad: torch.Tensor, normal: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     """Return the gradient of vectors from that of their normalised form."""
     return factor * (grad - normal * (grad * normal).sum(-1, keepdim=True))
@@ -250,7 +255,9 @@ class _SegmentGradient:
         is_token = segment.is_token[:, None, None, :, None].to(chunks.value.dtype)
         self.grad = chunks.grouped(segment.take(grad, chunks.value.dtype)) * is_token
         self.query, self.key = torch.zeros_like(chunks.query), torch.zeros_like(chunks.key)
-        self.value, self.rate, self.sums = map(torch.zeros_like, (chunks.value, chunks.rate, chunks.sums))
+        self.value, self.rate = torch.zeros_like(chunks.value), torch.zeros_like(chunks.rate)
+        # Of log decays: of whole chunks, from the start to a token, and from a token to the end.
+        self.decay, self.since_start, self.until_end = (torch.zeros_like(chunks.sums) for _ in range(3))
         self.inner = torch.empty_like(chunks.inverse)  # of P
         self.system = torch.empty_like(chunks.inverse)  # of A
 
@@ -295,10 +302,10 @@ class _SegmentGradient:
         self.rate[step] = (solved * (chunks.value[step] - known)).sum(-1)
         of_query, of_key = decayed @ state.mT, of_known @ state.mT + (chunks.rest[step] * news) @ behind.mT
         self.query[step], self.key[step] = of_query.sum(2, keepdim=True), of_key.sum(2, keepdim=True)
-        at_end = kept.mul_(news).sum(-1)
         total = chunks.total[step][..., 0, 0] * (state * behind).sum((-1, -2))
-        self.sums[step] = (of_query * query).sum(-1) - (self.value[step] * known).sum(-1) - at_end
-        self.sums[step, ..., -1] += at_end.sum(-1) + total
+        self.decay[step] = total.unsqueeze(-1)
+        self.since_start[step] = (of_query * query).sum(-1) - (self.value[step] * known).sum(-1)
+        self.until_end[step] = kept.mul_(news).sum(-1)
         return chunks.total[step] * behind + query.mT @ decayed + key.mT @ of_known
 
     def of_inputs(self) -> tuple[torch.Tensor, ...]:
@@ -307,13 +314,25 @@ class _SegmentGradient:
         rate, system = chunks.rate.unsqueeze(-1), self.system.tril_(-1)
         of_rate = system * chunks.keys_by_keys
         self.rate += of_rate.sum(-1)
-        both = of_rate.mul_(rate).addcmul_(self.inner, chunks.queries_by_keys)
-        self.sums += both.sum(-1) - both.sum(-2)
+        between = of_rate.mul_(rate).addcmul_(self.inner, chunks.queries_by_keys)
         of_products = system.mul_(rate).mul_(chunks.between).sum(2, keepdim=True)
         of_inner = self.inner.mul_(chunks.between).sum(2, keepdim=True)
         of_query = self.query + of_inner @ chunks.key
         of_key = self.key + of_inner.mT @ chunks.query + (of_products + of_products.mT) @ chunks.key
         query = _through_norm(of_query * chunks.scale, chunks.query / chunks.scale, chunks.query_size)
         key = _through_norm(of_key, chunks.key, chunks.key_size)
-        decay = self.sums.flip(-1).cumsum(-1).flip(-1)
+        decay = self._of_decay(between)
         return tuple(part.flatten(1, 2) for part in (query, key, self.value, decay, self.rate))
+
+    def _of_decay(self, between: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of the log decays, [n, G, R, C].
+
+        Token t's decay acts between the tokens before t and those from t on. Added up so, nothing cancels; as gradients
+        of running sums, all that lies on one side of t would be added and subtracted again.
+
+        Args:
+            between: [n, G, R, C (i), C (j)], the gradient of log decays between two tokens j <= i.
+        """
+        across = _from_each_on(between, -2).tril_(-1).sum(-1)
+        before = self.until_end.cumsum(-1) - self.until_end
+        return self.decay + _from_each_on(self.since_start, -1) + before + across
