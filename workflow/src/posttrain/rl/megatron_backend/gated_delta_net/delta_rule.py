@@ -44,7 +44,7 @@ def gated_delta_rule(
     """
     if value.is_cuda:
         batch = (part.unsqueeze(0) for part in (query, key, value, decay, rate))
-        output, _ = load_kernel()(*batch, use_qk_l2norm_in_kernel=True, cu_seqlens=cu_seqlens.long())
+        output, _ = load_kernel()(*batch, use_qk_l2norm_in_kernel=True, cu_seqlens=cu_seqlens)
         return output.squeeze(0)
     lengths = tuple(cu_seqlens.diff().tolist())
     result: torch.Tensor = ChunkedRule.apply(query, key, value, decay, rate, lengths)
