@@ -45,7 +45,8 @@ def build_model(config: Config, with_mtp: bool = True, stacked: bool = False, in
     if stacked and isinstance(settings.moe_layer_freq, list):
         assert all(settings.moe_layer_freq), "dense and MoE layers are not alike"
         settings.moe_layer_freq = 1
-    spec = block_spec(settings, False) if arch.kv_lora_rank else _standard_layers(settings)
+    is_ours = arch.kv_lora_rank or arch.full_attention_interval
+    spec = block_spec(settings, False) if is_ours else _standard_layers(settings)
     return GPTModel(
         config=settings,
         transformer_layer_spec=spec,

@@ -59,7 +59,7 @@ INTERLEAVED = (
 SAME_SUMS = {"MKL_CBWR": "COMPATIBLE", "ATEN_CPU_CAPABILITY": "avx2", "DNNL_MAX_CPU_ISA": "AVX2"}
 LOSS, GRADIENT, MOVE = 1e-6, 2e-6, 2e-5
 # Sums that cancel keep their rounding: with some random weights one gradient of thousands is beyond the bound.
-SEEDS = {"qwen3_untied": 5, "qwen3_5": 2, "deepseek_v3_deeper": 4, "qwen3_moe_deeper": 4}
+SEEDS = {"qwen3_untied": 5, "qwen3_5": 2, "qwen3_5_moe_deeper": 4, "deepseek_v3_deeper": 4, "qwen3_moe_deeper": 4}
 # Rounding adds up over layers: eight of them move up to 2.1e-5 apart without interleaving, too.
 MOVES = {"glm_moe_dsa_sharing_deeper": 2 * MOVE}
 

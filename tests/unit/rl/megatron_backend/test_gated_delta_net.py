@@ -61,3 +61,14 @@ def test_the_gated_norm_keeps_its_inputs_only() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         module(x, gate)
     assert {tensor.data_ptr() for tensor in kept} == {x.data_ptr(), gate.data_ptr(), module.weight.data_ptr()}
+
+
+def test_the_gated_norm_rounds_like_transformers() -> None:
+    """BF16 heads and a weight in FP32: the normed heads are rounded, the product once more."""
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
+
+    ours, theirs = GatedRMSNorm(SETTINGS, 16), Qwen3_5RMSNormGated(16, eps=1e-6)
+    for module in (ours, theirs):
+        module.weight.data = 1 + drawn(16, seed=3).detach().float()
+    x, gate = (drawn(50, 3, 16, seed=seed).detach().bfloat16() for seed in (1, 2))
+    assert torch.equal(ours(x, gate), theirs(x, gate))

@@ -40,7 +40,7 @@ class _GatedNorm(torch.autograd.Function):
         ctx.save_for_backward(x, gate, weight)
         ctx.eps = eps
         normal, _ = _normal(x, eps)
-        scaled = normal.to(x.dtype).mul_(weight)
+        scaled = normal.to(x.dtype) * weight
         return torch.nn.functional.silu(gate.to(normal.dtype)).mul_(scaled).to(x.dtype)
 
     @staticmethod
