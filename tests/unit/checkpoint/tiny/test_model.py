@@ -5,8 +5,14 @@ import pytest
 import torch
 from safetensors import safe_open
 from tests.support.rejections import assert_rejection, rejected
-from tests.support.tiny_checkpoint import TINY, TINY_QWEN3
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, GlmMoeDsaForCausalLM
+from tests.support.tiny_checkpoint import QWEN3_5, TINY, TINY_QWEN3
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    GlmMoeDsaForCausalLM,
+)
 
 from posttrain.checkpoint.formats.hf_config import check_config
 from posttrain.checkpoint.formats.hf_layout import check_layout, read_object
@@ -17,8 +23,9 @@ from posttrain.checkpoint.tiny import warm_up as tiny_warm_up
 from posttrain.checkpoint.tiny.model import make_tiny_model, measure_pass_rate
 from posttrain.checkpoint.tiny.tokenizer import Vocabulary, vocabulary_of
 from posttrain.config.families import dimensions
-from posttrain.rl.data.chat import ChatTokenizer
+from posttrain.rl.data.chat import ChatTokenizer, stop_token_ids
 from posttrain.rl.data.sort_digits import generate_prompts
+from posttrain.rl.data.tokenizer_check import check_tokenizer
 from posttrain.store import partial_of, record_files
 
 ARCHITECTURE = dataclasses.replace(TINY, routed_scaling_factor=1.0)
@@ -183,6 +190,34 @@ def test_a_qwen3_is_made_with_the_tensors_and_values_of_its_class(tmp_path, monk
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("name", QWEN3_5)
+def test_a_qwen3_5_is_made_with_a_vision_tower_and_an_mtp_layer(tmp_path, monkeypatch, name):
+    arch = QWEN3_5[name]
+    monkeypatch.setattr(tiny_warm_up, "NUM_STEPS", 2)
+    monkeypatch.setattr(tiny_model, "PASS_RATE_LIMITS", (0.0, 1.0))
+    folder = tmp_path / "model"
+    make_tiny_model(folder, arch, *generate_prompts(NUM_DIGITS, 60, 20, 0), seed=0)
+    layout = check_layout(folder)
+    assert check_config(read_object(folder / "config.json"), arch, layout.infos) == []
+    assert check_tokenizer(folder, arch.vocab_size) == []
+    model, report = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
+    assert [type(model).__name__] == read_object(folder / "config.json")["architectures"]
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    kept = [name for name in layout.infos if name.startswith(("mtp.", "model.visual."))]
+    values = {name: layout.tensor(name).float() for name in kept}
+    assert all(value.unique().numel() > 1 for value in values.values()), "none is all zeros or ones"
+    assert torch.equal(model.model.visual.pos_embed.weight.float(), values["model.visual.pos_embed.weight"])
+    assert stop_token_ids(folder) == {*GenerationConfig.from_pretrained(folder).eos_token_id}
+
+
+def test_a_task_beyond_ascii_is_refused_for_a_byte_level_tokenizer(tmp_path):
+    arch = dataclasses.replace(QWEN3_5["qwen3_5"], vocab_size=128)
+    known = Vocabulary(("\n", "ä", *"0123456789abc"))
+    with rejected("vocabulary-not-ascii", "ä", key="data.task"):
+        make_tiny_model(tmp_path / "model", arch, *generate_prompts(NUM_DIGITS, 60, 20, 0), seed=0, known=known)
 
 
 def test_an_architecture_that_cannot_be_made_is_refused(tmp_path):

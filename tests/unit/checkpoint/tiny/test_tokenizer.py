@@ -1,11 +1,15 @@
+import json
+
 import pytest
 from transformers import AutoTokenizer
 
 from posttrain.checkpoint.tiny.tokenizer import (
     CHARACTERS,
     CONTROL_TOKENS,
+    DIGITS,
     NUM_TOKENS,
     STOP_TOKENS,
+    make_byte_level_tokenizer,
     make_tokenizer,
     stop_token_ids,
     vocabulary_of,
@@ -90,3 +94,26 @@ def test_more_characters_than_there_is_room_for_stay():
     texts = [chr(code) * 2 for code in range(0x4E00, 0x4E00 + 80)]
     known = vocabulary_of(texts, texts)
     assert set("".join(texts)) <= set(known.characters)
+
+
+def test_the_byte_level_tokenizer_has_the_same_ids_and_transformers_class_keeps_them(tmp_path):
+    """With the family's config.json beside it, whose class transformers takes whatever the file names."""
+    known = vocabulary_of(["Add: 12 and 3!\n", "Add: 5 and 60!\n"], ["15", "65"], num_tokens=40)
+    config = {"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for vocabulary in (DIGITS, known):
+        make_byte_level_tokenizer(256, vocabulary).save_pretrained(tmp_path)
+        loaded, plain = AutoTokenizer.from_pretrained(tmp_path), make_tokenizer(256, vocabulary)
+        assert type(loaded).__name__ == "Qwen3_5Tokenizer"
+        text = "".join(vocabulary.characters) + "".join(vocabulary.pieces) + "<|user|>"
+        assert loaded.encode(text) == plain.encode(text)
+        assert loaded.decode(loaded.encode(text)) == text
+        messages = [{"role": "user", "content": vocabulary.characters[0] * 2}]
+        said = [one.apply_chat_template(messages, return_dict=False) for one in (loaded, plain)]
+        assert said[0] == said[1]
+        assert (loaded.eos_token_id, loaded.pad_token_id) == (plain.eos_token_id, plain.pad_token_id)
+
+
+def test_a_character_that_the_byte_level_tokenizer_does_not_know_is_left_out():
+    tokenizer = make_byte_level_tokenizer(256)
+    assert tokenizer.encode("1é2") == tokenizer.encode("12")

@@ -36,7 +36,7 @@ def test_what_is_made(resolved, model: str, dimensions: dict[str, Any], keys: li
 def test_what_is_not_made_is_told_with_what_would_be(resolved) -> None:
     told = problems_of(resolved, "moonlight", vocab_size=8, index_topk_freq=2)
     assert {key: (problem.value, problem.allowed) for key, problem in told.items() if key != "kind"} == {
-        "model_type": ("deepseek_v3", "glm_moe_dsa or qwen3"),
+        "model_type": ("deepseek_v3", "glm_moe_dsa, qwen3, qwen3_5, qwen3_5_moe"),
         "index_topk_freq": ("2", "1, to be made"),
         "vocab_size": ("8", "at least 64"),
     }

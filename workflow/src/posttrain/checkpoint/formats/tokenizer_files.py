@@ -107,6 +107,10 @@ def tokenizer_changes(config: Mapping[str, Any], tokenizer: bytes | None, has_te
     return changes
 
 
+# Classes that take the vocabulary of a byte-level tokenizer.json and rebuild the rest as it is published.
+_BYTE_LEVEL = ("Qwen2Tokenizer", "Qwen3_5Tokenizer")
+
+
 def _obeys(name: str, tokenizer: bytes) -> bool:
     """Return whether a class is known to use such a tokenizer.json unchanged.
 
@@ -115,7 +119,7 @@ def _obeys(name: str, tokenizer: bytes) -> bool:
     """
     found = tokenizer_class_from_name(name)
     is_byte_level = b'"ByteLevel"' in tokenizer and b'"BPE"' in tokenizer
-    return found is tokenizer_class_from_name(GENERIC_CLASS) or (name.startswith("Qwen2Tokenizer") and is_byte_level)
+    return found is tokenizer_class_from_name(GENERIC_CLASS) or (name.startswith(_BYTE_LEVEL) and is_byte_level)
 
 
 def read_config(folder: Path, files: Mapping[str, bytes]) -> dict[str, Any]:

@@ -1,11 +1,12 @@
-"""Makes a tiny GLM-5 or Qwen3 with every part of the large one, in the layout of a Hub repository.
+"""Makes a tiny GLM-5, Qwen3 or Qwen3.5 with every part of the large one, in the layout of a Hub repository.
 
     config.json generation_config.json tokenizer.json tokenizer_config.json chat_template.jinja
     model-00001-of-0000N.safetensors ... model.safetensors.index.json
 
 The weights are random, then warmed up on the task (`tiny_warm_up.py`), then rounded to BF16; the router's bias stays
-FP32, as in GLM-5. Names are the Hub's: one tensor per expert. The MTP layer (layer index `num_hidden_layers`) is
-random: no step computes with it, and every step must preserve it. Qwen3 has none.
+FP32, as in GLM-5, and so do Qwen3.5's decays and the norms of its delta nets. Names are the Hub's: one tensor per
+expert. The MTP layer and the vision tower are random: no step computes with them, and every step must preserve them
+(`kept_parts.py`). Qwen3 has neither.
 
 All values come from one seed and deterministic kernels: the same machine type and thread count give the same bytes. A
 kill leaves no folder or a `.partial` one; the next attempt starts over, in seconds.
@@ -19,7 +20,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -27,9 +28,26 @@ from safetensors.torch import save
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from posttrain.checkpoint.tiny.tokenizer import CONTROL_TOKENS, DIGITS, Vocabulary, make_tokenizer, stop_token_ids
+from posttrain.checkpoint.formats.as_transformers import hub_config
+from posttrain.checkpoint.formats.config_sections import has_sections, text_section
+from posttrain.checkpoint.formats.hf_config import MTP_COUNTS, fixed_values
+from posttrain.checkpoint.tiny.kept_parts import (
+    INITIALIZER_RANGE,
+    joint_mtp_tensors,
+    numbered_mtp_tensors,
+    randomize_norms,
+    vision_tensors,
+)
+from posttrain.checkpoint.tiny.tokenizer import (
+    CONTROL_TOKENS,
+    DIGITS,
+    Vocabulary,
+    make_byte_level_tokenizer,
+    make_tokenizer,
+    stop_token_ids,
+)
 from posttrain.checkpoint.tiny.warm_up import Examples, backwards, warm_up
-from posttrain.config.families import dimensions, family_of, modelling_module
+from posttrain.config.families import FAMILIES, dimensions, family_of, modelling_module
 from posttrain.config.schema import Architecture
 from posttrain.errors import Problem, raise_if_any
 from posttrain.plan.sizing.tiny_model import check_made
@@ -39,8 +57,8 @@ log = logging.getLogger(__name__)
 
 # Several, so that the demo covers the index and the split of a large model.
 MIN_SHARDS = 3
-# Larger than large models' 0.02, because the rows of these matrices are short.
-INITIALIZER_RANGE = 0.05
+# Ends of the names of tensors that are saved in FP32.
+IN_FP32 = ("e_score_correction_bias", "linear_attn.A_log", "linear_attn.norm.weight")
 # Not zero, so that losing the bias changes the routing.
 ROUTER_BIAS_RANGE = 0.02
 # A lower rate gives too little reward for a few steps of learning; a higher one leaves too little to learn.
@@ -81,13 +99,18 @@ def make_tiny_model(
         RuntimeError: The pass rate is outside `PASS_RATE_LIMITS`.
     """
     raise_if_any([*check_made(architecture), *_check_vocabulary(architecture, known)])
-    tokenizer = make_tokenizer(architecture.max_position_embeddings, known)
+    make = make_byte_level_tokenizer if has_sections(architecture) else make_tokenizer
+    tokenizer = make(architecture.max_position_embeddings, known)
     config = config_json(architecture, known)
     with _reproducible(seed):
         model, mtp_layers = _initialize(config)
         draws = torch.Generator().manual_seed(seed)
         warm_up(model, _examples(tokenizer, train_rows), draws, is_task=known is not DIGITS)
-        tensors = {**_hub_tensors(model), **_mtp_tensors(mtp_layers, architecture.num_hidden_layers)}
+        tensors = {
+            **_hub_tensors(model, text_prefix=family_of(architecture).text_prefix),
+            **_mtp_tensors(mtp_layers, architecture),
+            **vision_tensors(config),
+        }
         _round_to_saved(model)
         pass_rate = measure_pass_rate(model, _examples(tokenizer, heldout_rows), draws)
     log.info("sampled pass rate after the warm-up: %.3f", pass_rate)
@@ -99,6 +122,9 @@ def make_tiny_model(
 def config_json(architecture: Architecture, known: Vocabulary = DIGITS) -> dict[str, Any]:
     """Return the content of `config.json`, with the family's own keys."""
     stops, dims = stop_token_ids(known), dimensions(architecture)
+    if has_sections(architecture):
+        own = {"eos_token_id": stops, "pad_token_id": stops[0], "initializer_range": INITIALIZER_RANGE}
+        return hub_config(architecture, {**_told_values(architecture), **own})
     rope = {"rope_theta": dims.pop("rope_theta"), "rope_type": "default"}
     content = {
         "architectures": [family_of(architecture).hub_class],
@@ -131,6 +157,13 @@ def config_json(architecture: Architecture, known: Vocabulary = DIGITS) -> dict[
     return dict(sorted(content.items()))
 
 
+def _told_values(architecture: Architecture) -> dict[str, Any]:
+    """Return the fixed values that published files of the family say."""
+    told = ("attention_bias", "attn_output_gate", "hidden_act", "layer_types", "mamba_ssm_dtype")
+    fixed = fixed_values(architecture)
+    return {key: fixed[key] for key in (*told, "mtp_use_dedicated_embeddings")}
+
+
 @torch.no_grad()
 def measure_pass_rate(model: PreTrainedModel, examples: Examples, generator: torch.Generator) -> float:
     """Sample answers at temperature 1, and return the share of correct ones, including the end token.
@@ -146,7 +179,7 @@ def measure_pass_rate(model: PreTrainedModel, examples: Examples, generator: tor
     right = torch.ones(len(wanted), dtype=torch.bool)
     output = model(input_ids=examples.prompts, use_cache=True, logits_to_keep=1)
     cache = output.past_key_values
-    cache.batch_repeat_interleave(samples)
+    cache.reorder_cache(torch.arange(len(examples.prompts)).repeat_interleave(samples))
     logits = output.logits[:, -1].repeat_interleave(samples, dim=0)
     for position in range(wanted.shape[1]):
         tokens = torch.multinomial(logits.softmax(-1), 1, generator=generator)
@@ -172,9 +205,13 @@ def _reproducible(seed: int) -> Iterator[None]:
 
 def _initialize(config: Mapping[str, Any]) -> tuple[PreTrainedModel, nn.ModuleList]:
     """Return the random model, and the decoder layers for its MTP layers."""
-    num_layers, num_mtp = config["num_hidden_layers"], config.get("num_nextn_predict_layers", 0)
-    model_class = getattr(importlib.import_module(modelling_module(config["model_type"])), config["architectures"][0])
-    values = {**config, "num_hidden_layers": num_layers + num_mtp, "dtype": "float32"}
+    text, family = text_section(config), FAMILIES[config["model_type"]]
+    num_layers = text["num_hidden_layers"]
+    num_mtp = next((text[key] for key in MTP_COUNTS if key in text), 0)
+    model_class = getattr(importlib.import_module(modelling_module(config["model_type"])), family.text_class)
+    values = {**text, "num_hidden_layers": num_layers + num_mtp, "dtype": "float32"}
+    if kinds := text.get("layer_types"):
+        values["layer_types"] = [*kinds, *["full_attention"] * num_mtp]
     wide = model_class.config_class.from_dict(values)
     wide._attn_implementation = "eager"
     model = model_class(wide)
@@ -184,6 +221,8 @@ def _initialize(config: Mapping[str, Any]) -> tuple[PreTrainedModel, nn.ModuleLi
     mtp_layers = model.model.layers[num_layers:]
     model.model.layers = model.model.layers[:num_layers]
     model.config.num_hidden_layers = num_layers
+    if kinds:
+        model.config.layer_types = kinds
     return model, mtp_layers
 
 
@@ -220,7 +259,7 @@ def _tool_examples(prompts: torch.Tensor, rows: Sequence[Row], encode: Callable[
     return Examples(prompts, torch.tensor(called), torch.tensor(padded), TOOL_SHARE, is_read)
 
 
-def _hub_tensors(module: nn.Module, prefix: str = "") -> dict[str, torch.Tensor]:
+def _hub_tensors(module: nn.Module, prefix: str = "", text_prefix: str = "model.") -> dict[str, torch.Tensor]:
     """Return a module's tensors under the Hub's names and in the saved precision.
 
     transformers stores all experts of a layer in one tensor; on the Hub each expert has three of its own. A tied output
@@ -228,7 +267,8 @@ def _hub_tensors(module: nn.Module, prefix: str = "") -> dict[str, torch.Tensor]
     """
     shared = {"lm_head.weight"} if getattr(getattr(module, "config", None), "tie_word_embeddings", False) else set()
     tensors: dict[str, torch.Tensor] = {}
-    for name, value in module.state_dict(prefix=prefix).items():
+    for own_name, value in module.state_dict(prefix=prefix).items():
+        name = f"{text_prefix}{own_name.removeprefix('model.')}" if own_name.startswith("model.") else own_name
         if name in shared:
             continue
         if name.endswith("experts.gate_up_proj"):
@@ -244,22 +284,21 @@ def _hub_tensors(module: nn.Module, prefix: str = "") -> dict[str, torch.Tensor]
     return {name: _saved_precision(name, tensor).contiguous() for name, tensor in tensors.items()}
 
 
-def _mtp_tensors(layers: nn.ModuleList, first_index: int) -> dict[str, torch.Tensor]:
+def _mtp_tensors(layers: nn.ModuleList, architecture: Architecture) -> dict[str, torch.Tensor]:
     """Return the MTP layers: a decoder layer each, and the tensors that join it to embedding and last hidden state."""
     tensors: dict[str, torch.Tensor] = {}
-    for index, layer in enumerate(layers, start=first_index):
-        prefix = f"model.layers.{index}."
-        width = int(cast(Any, layer).hidden_size)
-        joint = torch.empty(width, 2 * width).normal_(std=INITIALIZER_RANGE)
+    apart = family_of(architecture).mtp_prefix
+    for index, layer in enumerate(layers):
+        if apart:
+            randomize_norms(layer)
+        prefix = f"{apart}layers.{index}." if apart else f"model.layers.{architecture.num_hidden_layers + index}."
         tensors |= _hub_tensors(layer, prefix)
-        tensors[f"{prefix}eh_proj.weight"] = joint.bfloat16()
-        for norm in ("enorm", "hnorm", "shared_head.norm"):
-            tensors[f"{prefix}{norm}.weight"] = torch.ones(width, dtype=torch.bfloat16)
+        tensors |= joint_mtp_tensors(layer, apart) if apart else numbered_mtp_tensors(layer, prefix)
     return tensors
 
 
 def _saved_precision(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if name.endswith("e_score_correction_bias") else tensor.bfloat16()
+    return tensor.float() if name.endswith(IN_FP32) else tensor.bfloat16()
 
 
 @torch.no_grad()
@@ -276,6 +315,11 @@ def _check_vocabulary(architecture: Architecture, known: Vocabulary) -> Iterator
         yield Problem(
             "vocabulary-too-small", "model.architecture.vocab_size", str(architecture.vocab_size), allowed, "raise it"
         )
+    others = "".join(text for text in known.texts if not text.isascii())
+    if others and has_sections(architecture):
+        remedy = "choose another task, or another family for it"
+        value = f"a task with the characters {others[:20]!r}, for {architecture.model_type}"
+        yield Problem("vocabulary-not-ascii", "data.task", value, "characters of ASCII", remedy)
 
 
 def _check_pass_rate(pass_rate: float, seed: int) -> None:
@@ -300,6 +344,7 @@ def _write(
 
 
 def _generation_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    config = text_section(config)
     return {
         "_from_model_config": False,
         "do_sample": True,

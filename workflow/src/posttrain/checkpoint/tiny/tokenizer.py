@@ -12,8 +12,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tokenizers import AddedToken, Tokenizer, decoders, models
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 
 CHARACTERS = tuple("\n abcdefghijklmnopqrstuvwxyz0123456789.,:;?!+-*/=()")
 UNKNOWN = "<|unk|>"
@@ -143,6 +144,34 @@ def make_tokenizer(max_length: int, known: Vocabulary = DIGITS) -> PreTrainedTok
         padding_side="left",
         clean_up_tokenization_spaces=False,
     )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def make_byte_level_tokenizer(max_length: int, known: Vocabulary = DIGITS) -> PreTrainedTokenizerFast:
+    """Build the tokenizer of Qwen3.5, with the same ids.
+
+    transformers takes its own class for this family, whatever tokenizer_config.json names. That class spells texts
+    bytewise, so a space is "Ġ" in the vocabulary, and leaves out what it does not know.
+
+    Args:
+        max_length: The model's maximum sequence length.
+        known: Vocabulary; its characters are ASCII.
+    """
+    spelling = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    spelled = ["".join(piece for piece, _ in spelling.pre_tokenize_str(text)) for text in known.characters]
+    tokenizer = Qwen3_5Tokenizer(
+        vocab={token: i for i, token in enumerate((*spelled, *known.pieces, *CONTROL_TOKENS))},
+        merges=[],
+        unk_token=UNKNOWN,
+        eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        extra_special_tokens=[token for token in CONTROL_TOKENS if token not in (UNKNOWN, END_OF_TEXT)],
+        model_max_length=max_length,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in known.pieces])
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 

@@ -219,7 +219,8 @@ def _set_topk(model: PreTrainedModel, topk: int) -> None:
 
 
 def _indexers(model: PreTrainedModel) -> list[Any]:
-    return [layer.self_attn.indexer for layer in model.model.layers if hasattr(layer.self_attn, "indexer")]
+    attending = [layer.self_attn for layer in model.model.layers if hasattr(layer, "self_attn")]
+    return [attention.indexer for attention in attending if hasattr(attention, "indexer")]
 
 
 def _learning_rate(step: int, num_steps: int) -> float:

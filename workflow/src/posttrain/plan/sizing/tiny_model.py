@@ -1,4 +1,4 @@
-"""Limits of the rule make_tiny_model: a small GLM-5 or Qwen3, trained on one CPU in FP32 with Adam."""
+"""Limits of the rule make_tiny_model: a small GLM-5, Qwen3 or Qwen3.5, trained on one CPU in FP32 with Adam."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from posttrain.errors import Problem
 from posttrain.plan.sizing.model_size import count_parameters, saved_weights
 
 # Families with a warm-up.
-MADE = ("glm_moe_dsa", "qwen3")
+MADE = ("glm_moe_dsa", "qwen3", "qwen3_5", "qwen3_5_moe")
 # Tokens of the generated tokenizer.
 SMALLEST_VOCABULARY = 64
 # The warm-up has 420 steps of 24 sequences of some 35 tokens: at 6 operations per token and parameter, 18 minutes on
@@ -22,7 +22,7 @@ def check_made(architecture: Architecture) -> Iterator[Problem]:
     if architecture.model_type not in MADE:
         remedy = "only these are made here; take another model from the Hub or a folder"
         yield Problem(
-            "family-not-made", "model.architecture.model_type", architecture.model_type, " or ".join(MADE), remedy
+            "family-not-made", "model.architecture.model_type", architecture.model_type, ", ".join(MADE), remedy
         )
     if architecture.index_topk_freq > 1:
         remedy = "the warm-up trains an indexer in each layer"
