@@ -8,7 +8,7 @@ set -euo pipefail
 venv=${1:?usage: install.sh VENV BASE}
 base=$(cd "${2:?usage: install.sh VENV BASE}" && pwd)
 recipe=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-wanted='^(torch|triton|nvidia-|cuda-|transformer-engine|einops|nvdlfw-inspect|onnx|ml-dtypes|tilelang|apache-tvm|cloudpickle|z3)'
+wanted='^(torch|triton|nvidia-|cuda-|transformer-engine|einops|nvdlfw-inspect|onnx|ml-dtypes|tilelang|fla-core|apache-tvm|cloudpickle|z3)'
 
 pins=$(grep -E "$wanted" "$recipe/../gpu/trainer.txt")
 # Other pins than those that it was made of make it anew.

@@ -2,7 +2,7 @@ import pytest
 from tests.support.megatron_single import CONFIG_DIR
 
 from posttrain.config.derived import layers_per_stage
-from posttrain.config.families import chooses_keys
+from posttrain.config.families import chooses_keys, is_delta_net
 from posttrain.plan.resolve import resolve
 from posttrain_rehearsal.rank_subset import members, rehearsed_config, shallow, stage_size, stages_of
 
@@ -38,6 +38,13 @@ def test_few_layers_keep_every_kind_in_every_stage():
     assert config.model.architecture.num_hidden_layers == 16, "two of each of eight chunks"
     assert config.model.architecture.first_k_dense_replace == 1
     assert config.parallel.num_layers_in_last_pipeline_stage == 0
+
+
+def test_few_layers_of_delta_nets_have_one_that_attends_in_each_chunk():
+    config = shallow(config_of("qwen3.5_4b", set="parallel.pipeline_model_parallel_size=2"))
+    arch = config.model.architecture
+    assert arch.num_hidden_layers == 8
+    assert [is_delta_net(arch, layer) for layer in range(8)] == 2 * [True, True, True, False]
 
 
 def test_only_a_quick_rehearsal_leaves_out_layers():

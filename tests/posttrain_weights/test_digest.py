@@ -42,6 +42,14 @@ def test_shards_of_any_cut_add_up_to_the_whole(dtype: torch.dtype) -> None:
     assert torch.equal(digester(num_rows=1000, row_bytes=5000).part(whole), expected)
 
 
+def test_shards_of_a_convolution_add_up_to_the_whole() -> None:
+    """[channels, 1, taps], or several rows per channel; only channels are cut."""
+    for shape in ((12, 1, 4), (12, 3, 4)):
+        whole = random(shape, torch.bfloat16)
+        parts = [digester().part(whole[start:stop], (start, 0, 0)) for start, stop in ((0, 5), (5, 6), (6, 12))]
+        assert torch.equal(torch.stack(parts).sum(0), digester().part(whole)), shape
+
+
 def test_a_digest_is_what_its_formula_says() -> None:
     """In Python's integers, with the factors that the key gives."""
     values, made = random((5, 3), torch.bfloat16), digester()

@@ -116,6 +116,21 @@ def test_what_is_no_copy_is_told(load: Load) -> None:
     assert set(record.derived) == {"p"}
 
 
+def test_the_same_copy_twice_is_one_and_another_copy_to_its_place_is_told() -> None:
+    def same(kept: Tensors, sent: Tensors) -> None:
+        for _ in range(2):
+            kept["p"].data[:4].copy_(sent["b"])
+
+    def other(kept: Tensors, sent: Tensors) -> None:
+        for half in sent["a"].split(4):
+            kept["p"].data[:4].copy_(half)
+
+    once, twice = followed(same, parameters()), followed(other, parameters())
+    assert [(part.name, part.offset) for part in once.kept] == [("b", 0)]
+    assert [len(writes) for writes in once.parts["p"].values()] == [1]
+    assert [len(writes) for writes in twice.parts["p"].values()] == [2]
+
+
 def test_numbers_that_codes_and_scales_stand_for_are_those_of_the_codes() -> None:
     """As SGLang keeps the indexer's key projection of GLM-5, fused with another."""
     shapes = {"x.weight": (4, 6), "x.weight_scale_inv": (2, 2), "y": (4, 6)}

@@ -71,12 +71,14 @@ def _strides(config: Config) -> list[int]:
 def shallow(config: Config) -> Config:
     """Return the configuration with few layers of each kind: a dense one if there are any, then others.
 
-    Stages keep their chunks. A chunk has as many layers as share one choice of keys, which its first layer makes. A
-    model of few layers is unchanged.
+    Stages keep their chunks. A chunk has as many layers as share one choice of keys, which its first layer makes, and
+    gated delta nets up to the layer that attends. A model of few layers is unchanged.
     """
     arch, parallel = config.model.architecture, config.parallel
     num_chunks = parallel.pipeline_model_parallel_size * parallel.virtual_pipeline_model_parallel_size
-    in_last = max(2 if num_chunks > 1 or arch.first_k_dense_replace else 1, arch.index_topk_freq)
+    in_last = max(
+        2 if num_chunks > 1 or arch.first_k_dense_replace else 1, arch.index_topk_freq, arch.full_attention_interval
+    )
     sizes = range(in_last, in_last + arch.index_topk_freq)
     boundaries = range(1, num_chunks)
     per_chunk = next((n for n in sizes if all(chooses_keys(arch, n * i) for i in boundaries)), in_last)

@@ -30,3 +30,15 @@ class Box(NamedTuple):
 def whole_box(shape: Sequence[int]) -> Box:
     """Return the box of a whole tensor."""
     return Box(0, 0, math.prod(shape[:-1]), shape[-1] if shape else 1)
+
+
+def box_at(corner: Sequence[int], shape: Sequence[int]) -> Box:
+    """Return the box of a part of a tensor, whose dimensions but the last are rows.
+
+    Args:
+        corner: Its first index in the tensor.
+        shape: Its own; of a tensor with more than two dimensions, all but the first are whole.
+    """
+    assert not any(corner[1:-1]), f"a part that begins at {corner} is no block of rows"
+    row = corner[0] * math.prod(shape[1:-1]) if len(shape) > 1 else 0
+    return whole_box(shape)._replace(row=row, column=corner[-1] if corner else 0)

@@ -27,6 +27,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from posttrain_weights.box import box_at
+
 if TYPE_CHECKING:
     from posttrain_weights.digest_triton import Factors
 
@@ -109,11 +111,11 @@ class Digester:
         """Return a part's contribution to its tensor's digest, [2] int64; sums wrap around.
 
         Args:
-            values: [n, k], or [k] for one row, of any dtype.
+            values: [n, k], or [k] for one row, of any dtype; more dimensions than two are rows, too.
             corner: Its offset in the tensor.
         """
-        row, column = (0, *corner)[-2:]
-        return self.parts([values], [(row, column)])[0]
+        box = box_at(corner, values.shape)
+        return self.parts([values], [(box.row, box.column)])[0]
 
     def _alike(self, parts: Sequence[torch.Tensor], corner: tuple[int, int]) -> torch.Tensor:
         """Return the digests, [parts, 2] int64, of parts with equal shape, dtype and offset."""

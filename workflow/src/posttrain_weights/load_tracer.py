@@ -174,8 +174,12 @@ class LoadWeightsTracer(TorchDispatchMode):
             self.odd.append(f"{', '.join(sorted(sources))} {[*shape]} into {[*part.shape]} of {target}")
         self.read |= sources
         place = (part.storage_offset(), tuple(part.shape), part.stride())
-        self.parts.setdefault(target, {}).setdefault(place, []).append(sources)
-        self.kept += self._kept_by(target, part, source)
+        writes = self.parts.setdefault(target, {}).setdefault(place, [])
+        kept = [*self._kept_by(target, part, source)]
+        if writes and kept and all(copy in self.kept for copy in kept):
+            return  # the same copy again: SGLang's Qwen3.5 also loads a tied embedding as the output matrix
+        writes.append(sources)
+        self.kept += kept
 
     def _kept_by(self, target: str, part: torch.Tensor, source: torch.Tensor) -> Iterator[Kept]:
         turned = source.dim() == 2 and min(source.shape) > 1 and source.stride(0) == 1 and source.stride(1) > 1

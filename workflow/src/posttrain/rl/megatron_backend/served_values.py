@@ -21,7 +21,7 @@ from posttrain.rl.algorithm.finite import are_finite
 from posttrain.rl.megatron_backend.plain_data import gather_plain
 from posttrain.rl.megatron_backend.ranks import largest_of_ranks
 from posttrain.rl.megatron_backend.weights import DTYPES, HubWeights, Shard
-from posttrain_weights.box import Box, whole_box
+from posttrain_weights.box import Box, box_at
 
 # Most tensor names in an error message.
 MAX_NAMED = 5
@@ -168,8 +168,7 @@ class ServedValues:
             name: Name of the tensor.
             where: Index of the part in the tensor.
         """
-        rows, columns = (slice(0, 1), slice(0, 1), *where)[-2:]
-        box = Box(rows.start, columns.start, rows.stop - rows.start, columns.stop - columns.start)
+        box = box_at([axis.start for axis in where], [axis.stop - axis.start for axis in where])
         yield name, box
         served = self._format_of(name)
         if served and (own := _scales_that_begin(served.strategy, box)):
@@ -289,9 +288,8 @@ class ServedValues:
 
 
 def _part(name: str, corner: tuple[int, ...], values: torch.Tensor) -> ServedPart:
-    row, column = (0, 0, *corner)[-2:]
-    box = whole_box(values.shape)
-    return ServedPart(name, box._replace(row=row, column=column), values.reshape(box.rows, box.columns))
+    box = box_at(corner, values.shape)
+    return ServedPart(name, box, values.reshape(box.rows, box.columns))
 
 
 def _limited(items: Sequence[T], size: Callable[[T], int]) -> Iterator[list[T]]:
