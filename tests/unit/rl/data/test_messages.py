@@ -57,6 +57,10 @@ def test_text_and_messages():
         ([{"from": "human", "value": "a"}], r"has no text as 'role' \(ShareGPT's 'from' and 'value' are not read\)"),
         ([{"role": "user", "content": " "}], r"message 1 \(user\) has no text as 'content'"),
         ([USER, {"role": "user", "content": [{"type": "text"}]}], r"message 2 \(user\) has a list as 'content'"),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "image_url"}]}],
+            r"message 1 \(user\) has image, image_url in 'content': messages are text alone",
+        ),
         ([{"role": "assistant", "content": "", "tool_calls": []}], "has no text as 'content'"),
         ([{"role": "assistant", "content": "a", "tool_calls": "add"}], r"\(assistant\): 'tool_calls' is a str"),
         ([_calling("add")], "call 1 names no function"),

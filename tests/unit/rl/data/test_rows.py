@@ -1,5 +1,6 @@
 import gzip
 import json
+import re
 
 import pyarrow
 import pyarrow.parquet
@@ -178,8 +179,15 @@ def test_files_that_are_not_what_they_are_called(tmp_path):
 def test_parquet_values_that_json_lacks(tmp_path):
     rows = [{"prompt": "a", "label": "1", "image": b"png"}, {"prompt": "b", "label": "2", "image": None}]
     assert _reasons(_read(_parquet(tmp_path / "a.parquet", rows))) == {
-        "row 1": "'image' holds a bytes, for which JSON has no word"
+        "row 1": "'image' holds a bytes that no model would be shown"
     }
+
+
+@pytest.mark.parametrize("value", ["cat.png", ["a.png"], {"url": "https://a/cat.png"}])
+def test_a_column_of_images_is_rejected_however_it_is_written(tmp_path, value):
+    lines = [{"prompt": "What is it?", "label": "1", "image": value}, {"prompt": "b", "label": "2", "image": None}]
+    (reason,) = _reasons(_read(_write(tmp_path / "a.jsonl", lines))).values()
+    assert re.match(r"'image' holds a (str|list|dict) that no model would be shown", reason)
 
 
 # ---- choices ----

@@ -108,6 +108,7 @@ def test_environments_are_spread_and_free_workers_are_used_again():
         ),
         ("return ([{'role': 'assistant', 'content': 'a'}], False)", "error", "'assistant' as 'role'"),
         ("return ([{'role': 'user', 'content': 3}], False)", "error", "3 as 'content', expected a text"),
+        ("return ([{'role': 'user', 'content': [{'type': 'image_url'}]}], False)", "error", "image_url in 'content':"),
         ("return ([{'role': 'user', 'content': '\\ud800'}], False)", "error", "surrogates not allowed"),
         ("return ([{'role': 'user', 'content': '', 'a': float('inf')}], False)", "error", "not JSON compliant"),
         ("return ([], 'yes')", "error", "'done' is 'yes', expected true or false"),

@@ -93,7 +93,7 @@ def test_what_cannot_be_completed_is_refused_with_a_reason(texts, more, said):
     [
         ({"messages": []}, "messages: a list of objects"),
         ({"messages": "hello"}, "messages: a list of objects"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0]: image_url in its content"),
         ({"tools": ["sum"]}, "tools: a list of objects"),
         ({"tool_choice": "required"}, "tool_choice = 'required'"),
         ({"response_format": {"type": "json_object"}}, "response_format"),

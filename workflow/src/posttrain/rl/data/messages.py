@@ -19,6 +19,7 @@ from posttrain.store import parse_json
 
 # Names that datasets use for the assistant's role.
 ANSWERING_ROLES = ("assistant", "model", "gpt", "bot")
+TEXT_ALONE = "messages are text alone, for models with a vision tower, too"
 # {name}, or an escaped (doubled) brace.
 _SLOT = re.compile(r"\{\{|\}\}|\{([A-Za-z_][^{}]*)\}")
 
@@ -77,7 +78,19 @@ def _why_no_message(message: Any) -> str:
         return f"({role}): {reason}"
     if _is_text(content) or (calls and content in (None, "")):  # a message with tool calls may have no content
         return ""
+    if media := media_in(content):
+        return f"({role}) has {media} in 'content': {TEXT_ALONE}"
     return f"({role}) has {'no text' if isinstance(content, str | None) else kind_of(content)} as 'content'"
+
+
+def media_in(content: Any) -> str:
+    """Return the kinds of parts that are no text in a message's content in OpenAI's form, "" for none.
+
+    Example:
+        [{"type": "text", "text": "What is it?"}, {"type": "image_url", ...}] gives "image_url".
+    """
+    parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+    return ", ".join(sorted({str(part["type"]) for part in parts if part.get("type") not in (None, "text")}))
 
 
 def why_no_calls(calls: Any) -> str:

@@ -13,9 +13,10 @@ from typing import Any
 
 from posttrain.errors import ConfigError, Problem
 from posttrain.rl.data.dataset_formats import FORMS, OWN, Form, NoLabelError, of_completion, recognise
-from posttrain.rl.data.keys import AbsentError, Key, parse_key
+from posttrain.rl.data.keys import AbsentError, Key, kind_of, parse_key
 from posttrain.rl.data.messages import (
     ANSWERING_ROLES,
+    TEXT_ALONE,
     PromptTemplate,
     RowError,
     answer_of,
@@ -311,11 +312,12 @@ class RowReader:
         if row.get(TEMPLATE_KWARGS):
             raise RowError(f"{TEMPLATE_KWARGS!r} is not read by row", f"remove it, and set data.{TEMPLATE_KWARGS}")
         for name in row.keys() - self._taken:
+            if name.lower() in MEDIA and row[name] not in (None, "", []):
+                reason = f"{name!r} holds {kind_of(row[name])} that no model would be shown"
+                raise RowError(reason, f"remove that column: {TEXT_ALONE}")
             try:
                 columns[name] = plain(row[name])
             except RowError as error:
-                if name.lower() in MEDIA:
-                    raise RowError(f"{name!r} {error}", "remove that column: prompts are text alone") from error
                 self.unreadable[name, str(error)] += 1
         return dict(sorted(columns.items()))
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from posttrain.errors import one_line
-from posttrain.rl.data.messages import tools_of, why_no_calls
+from posttrain.rl.data.messages import TEXT_ALONE, media_in, tools_of, why_no_calls
 from posttrain.rl.environments.protocol import EnvironmentFailure, EpisodeReward, Message, Observation, Start
 from posttrain.rl.reward.job import checked_metric, checked_metrics
 
@@ -110,6 +110,8 @@ def _why_no_message(message: Any, roles: Sequence[str]) -> str:
         return f"({role}): {reason}"
     if isinstance(content, str) or (calls and content is None):
         return ""
+    if media := media_in(content):
+        return f"({role}) has {media} in 'content': {TEXT_ALONE}"
     return f"({role}) has {_shown(content)} as 'content', expected a text"
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.rl.data.chat import DECIDED_VARIABLES
+from posttrain.rl.data.messages import TEXT_ALONE, media_in
 from posttrain.rl.engines.embedded.requests import (
     MOST_ALTERNATIVES,
     NEUTRAL_VALUES,
@@ -166,6 +167,8 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
         parts = message.get("content")
         if isinstance(parts, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
             message["content"] = "".join(str(part.get("text", "")) for part in parts)
+        if media := media_in(message.get("content")):
+            raise RequestError(f"messages[{place}]: {media} in its content; {TEXT_ALONE}", "messages")
         if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str | None):
             raise RequestError(f"messages[{place}]: a role, and a content that is text, are needed", "messages")
     return found
