@@ -139,3 +139,25 @@ def test_attention_to_chosen_keys_in_the_space_of_latents(
     found = value_and_gradients(attended(kernel), rounded(inputs, dtype, device))
     for part, expected in reference.items():
         assert far(found[part], expected) < 4 * 2**-8, part
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "bound"), [("cpu", torch.float32, 1e-5), gpu("cuda", torch.bfloat16, 8 * 2**-8)]
+)
+def test_the_gated_delta_rule_of_a_packed_row(device: str, dtype: torch.dtype, bound: float) -> None:
+    """fla-core's kernel, which keeps states and products of a chunk in BF16; on a CPU ours."""
+    from posttrain.rl.megatron_backend.gated_delta_net.delta_rule import gated_delta_rule
+
+    lengths = torch.tensor([0, 200, 203, 267, 400], dtype=torch.int32)
+    given = seeded(query=(400, 2, 128), key=(400, 2, 128), value=(400, 4, 128), decay=(400, 4), rate=(400, 4))
+
+    def rule(part: Tensors) -> torch.Tensor:
+        decay = -F.softplus(part["decay"].to(torch.promote_types(part["decay"].dtype, torch.float32)))
+        heads = part["query"], part["key"], part["value"]
+        return gated_delta_rule(*heads, decay, part["rate"].sigmoid(), lengths.to(part["key"].device))
+
+    inputs = rounded(given, torch.bfloat16)
+    reference = value_and_gradients(rule, rounded(inputs, torch.float64))
+    found = value_and_gradients(rule, rounded(inputs, dtype, device))
+    for part, expected in reference.items():
+        assert far(found[part], expected) < bound, part
