@@ -3,12 +3,13 @@ import dataclasses
 import pytest
 from tests.support.forked_programs import run_posttrain
 from tests.support.rejections import rejected
-from tests.support.tiny_checkpoint import ALL, TINY, TINY_MOONLIGHT, make_random_checkpoint
+from tests.support.tiny_checkpoint import ALL, QWEN3_5, TINY, TINY_MOONLIGHT, TINY_QWEN3_5, make_random_checkpoint
 
 from posttrain.checkpoint.formats.hf_layout import read_object
 from posttrain.commands.model import main
 from posttrain.config.load import read_yaml
 from posttrain.config.schema import Architecture, RopeScaling
+from posttrain.config.vision import VisionTower
 from posttrain.errors import ConfigError
 from posttrain.store import write_json
 
@@ -17,14 +18,15 @@ def _made(folder, *words):
     return run_posttrain("model", *words, folder=folder)
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_the_file_resolves_to_the_dimensions_of_the_checkpoint(tmp_path, name, capsys):
-    make_random_checkpoint(tmp_path / "hf", ALL[name])
+@pytest.mark.parametrize("arch", [*ALL.values(), *QWEN3_5.values()], ids=[*ALL, *QWEN3_5])
+def test_the_file_resolves_to_the_dimensions_of_the_checkpoint(tmp_path, arch, capsys):
+    make_random_checkpoint(tmp_path / "hf", arch)
     main(tmp_path / "hf", "mine", tmp_path / "configs" / "models" / "mine.yaml")
     model = read_yaml(tmp_path / "configs" / "models" / "mine.yaml")["model"]
     assert model["source"] == {"kind": "folder", "folder": str(tmp_path / "hf")}
     rope = RopeScaling(**model["architecture"].pop("rope_scaling", {}))
-    assert Architecture(**model["architecture"], rope_scaling=rope) == ALL[name]
+    vision = VisionTower(**model["architecture"].pop("vision", {}))
+    assert Architecture(**model["architecture"], rope_scaling=rope, vision=vision) == arch
 
 
 def test_it_is_printed_and_an_existing_file_stays(tmp_path):
@@ -54,6 +56,26 @@ def test_an_unknown_family_is_rejected_before_anything_is_written(tmp_path):
     with rejected("unknown-model-type", "'llama'"):
         main(tmp_path / "hf", "mine", tmp_path / "mine.yaml")
     assert not (tmp_path / "mine.yaml").exists()
+
+
+def test_lost_mtp_layers_of_a_section_are_counted_as_the_weights_have_them(tmp_path, capsys):
+    without = dataclasses.replace(TINY_QWEN3_5, num_nextn_predict_layers=0)
+    make_random_checkpoint(tmp_path / "hf", without)
+    config = read_object(tmp_path / "hf" / "config.json")
+    config["text_config"]["mtp_num_hidden_layers"] = 1
+    write_json(tmp_path / "hf" / "config.json", config)
+    main(tmp_path / "hf", "mine", None)
+    told = capsys.readouterr()
+    assert "text_config/mtp_num_hidden_layers = 1: the weights have no such layer" in told.err
+    assert "num_nextn_predict_layers" not in told.out
+
+
+def test_a_checkpoint_of_the_text_alone_is_rejected_with_what_to_give(tmp_path):
+    make_random_checkpoint(tmp_path / "hf", TINY_QWEN3_5)
+    config = read_object(tmp_path / "hf" / "config.json")
+    write_json(tmp_path / "hf" / "config.json", config["text_config"] | {"architectures": ["Qwen3_5ForCausalLM"]})
+    with rejected("unknown-model-type", "qwen3_5_text", "vision tower"):
+        main(tmp_path / "hf", "mine", None)
 
 
 def test_lost_mtp_layers_are_counted_as_the_weights_have_them(tmp_path, capsys):

@@ -17,14 +17,16 @@ from tests.support.small_checkpoint import (
 from tests.support.tiny_checkpoint import (
     TINY,
     TINY_MOONLIGHT,
+    TINY_QWEN3_5,
     TINY_QWEN3_MOE,
     fuse_experts,
     make_random_checkpoint,
 )
 from transformers import AutoTokenizer
 
+from posttrain.checkpoint.formats.as_transformers import hub_config
 from posttrain.checkpoint.formats.config_patch import PATCH_FILE, read_patch, undo_patch
-from posttrain.checkpoint.formats.hf_config import check_config
+from posttrain.checkpoint.formats.hf_config import check_config, fixed_values
 from posttrain.checkpoint.formats.hf_layout import check_layout, read_object
 from posttrain.checkpoint.formats.patched_copy import alias_changes, patch_folder
 from posttrain.checkpoint.formats.resaved_weights import published_specs
@@ -343,6 +345,17 @@ def test_lost_mtp_layers_are_named_and_accepted_by_key(tmp_path):
     assert read_object(tmp_path / "patched" / "config.json")["num_nextn_predict_layers"] == 0
     (change,) = read_patch(tmp_path / "patched")["config.json"]
     assert (change.old, change.new) == (1, 0)
+
+
+def test_lost_mtp_layers_of_a_section_are_corrected_there(tmp_path):
+    without = dataclasses.replace(TINY_QWEN3_5, num_nextn_predict_layers=0)
+    counted = hub_config(TINY_QWEN3_5, fixed_values(TINY_QWEN3_5))["text_config"]
+    _random_source(tmp_path / "hf", without, text_config=counted)
+    # transformers has a byte-level class for the family, and this tokenizer is none.
+    assert [*_patch(tmp_path / "hf", tmp_path / "patched", without)] == ["tokenizer_config.json: tokenizer_class"]
+    assert read_object(tmp_path / "patched" / "config.json")["text_config"]["mtp_num_hidden_layers"] == 0
+    (change,) = read_patch(tmp_path / "patched")["config.json"]
+    assert (change.path, change.old, change.new) == ("/text_config/mtp_num_hidden_layers", 1, 0)
 
 
 def test_mtp_layers_that_are_there_are_not_called_lost(tmp_path):

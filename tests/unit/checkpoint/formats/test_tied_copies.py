@@ -7,10 +7,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.support.rejections import rejected
-from tests.support.tiny_checkpoint import TINY, TINY_QWEN3, make_random_checkpoint, write_shards
+from tests.support.tiny_checkpoint import TINY, TINY_QWEN3, TINY_QWEN3_5, make_random_checkpoint, write_shards
 
-from posttrain.checkpoint.formats.config_patch import PATCH_FILE, read_patch
-from posttrain.checkpoint.formats.hf_layout import check_layout
+from posttrain.checkpoint.formats.config_patch import PATCH_FILE, read_patch, undo_patch
+from posttrain.checkpoint.formats.hf_config import check_config
+from posttrain.checkpoint.formats.hf_layout import check_layout, read_object
 from posttrain.checkpoint.formats.patched_copy import patch_folder
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
 from posttrain.checkpoint.formats.tied_copies import check_copies, differing_copies, read_as
@@ -134,3 +135,28 @@ def test_a_shard_of_nothing_but_copies_is_left_out(tmp_path):
     assert not (tmp_path / "out/b.safetensors").exists()
     with rejected("only-copies"):
         drop(tmp_path / "hf", tmp_path / "none", list(weight_map))
+
+
+def test_a_kept_output_matrix_unties_each_section_of_the_config(tmp_path):
+    """Of a model with a vision tower; the change is recorded, and taken back."""
+    reader = make(tmp_path / "hf", TINY_QWEN3_5, changes=[HEAD])
+    config = read_object(tmp_path / "hf" / "config.json")
+    (found,) = problems(reader, config, TINY_QWEN3_5)
+    assert (found.key, "model.language_model.embed_tokens.weight" in found.value) == (HEAD, True)
+    untied = dataclasses.replace(TINY_QWEN3_5, tie_word_embeddings=False)
+    assert problems(reader, config, untied, "keep") == []
+    model = Model("m", architecture=untied, patch=Patch("native", "keep"))
+    receipt = Receipt("", record_files(tmp_path / "hf"), {}, {})
+    patch_folder(tmp_path / "hf", tmp_path / "out", model, receipt, unties=True)
+    written = read_object(tmp_path / "out" / "config.json")
+    assert check_config(written, untied, check_layout(tmp_path / "out").infos) == []
+    undo_patch(tmp_path / "out")
+    assert read_object(tmp_path / "out" / "config.json") == config
+
+
+def test_a_tie_that_a_section_contradicts_is_rejected(tmp_path):
+    reader = make(tmp_path / "hf", TINY_QWEN3_5)
+    config = read_object(tmp_path / "hf" / "config.json")
+    config["text_config"]["tie_word_embeddings"] = False
+    (found,) = problems(reader, config, TINY_QWEN3_5)
+    assert (found.code, found.key) == ("tie-contradicts", "config.json: text_config.tie_word_embeddings")
