@@ -7,8 +7,10 @@ V = N_l D_v widths of values, N_l value heads, W = C + V + 2 N_l the joined proj
                                   the gated norm's, 12 N_l t of rates and decays
       in torch                    a state 4 N_l D_k D_v of each 8 chunks of 64 tokens
       of fla-core's kernels       p t 64 N_l of the products inside chunks
-    of fla-core's kernels alone   a state p N_l D_k D_v of each chunk, in either pass; the backward pass has its
-                                  gradient and those of W, C and V
+    a forward pass alone          p t W, p t C, the values copied to be contiguous, the gate likewise, the rule's output
+                                  and what is normed, p t V each; inside the gated norm 16 t V in FP32
+    differentiated, besides       inside the gated norm 32 t V in FP32; or inside the rule a state p N_l D_k D_v of each
+                                  chunk and its gradient, and those of W, C and V
 
 Under context parallelism a rank has all tokens of its share of the heads, so its bytes are the same.
 
@@ -65,14 +67,15 @@ class DeltaNet:
         return self._kept() + self._row.p * self._row.t * CHUNK * self._heads
 
     def forward(self) -> float:
-        """Return what a pass holds that keeps nothing."""
-        widths = self._joined + 2 * self._channels + self._values
-        return self._row.p * self._row.t * widths + self._states()
+        """Return what a pass holds that keeps nothing, where it is most: inside the gated norm."""
+        widths = self._joined + self._channels + 4 * self._values
+        return self._row.p * self._row.t * widths + 4 * FP32 * self._row.t * self._values
 
     def gradients(self) -> float:
         """Return what the backward pass holds besides what was kept."""
         widths = self._joined + self._channels + self._values
-        return self._row.p * self._row.t * widths + 2 * self._states()
+        inside_rule = self._row.p * self._row.t * widths + 2 * self._states()
+        return max(inside_rule, 8 * FP32 * self._row.t * self._values)
 
     def _kept(self) -> float:
         row = self._row
