@@ -21,7 +21,7 @@ from tests.support.hub_tensors import fill
 from tests.support.megatron_single import initialize_single_rank, test_config
 from tests.support.sglang_environment import PYTHON, require_sglang
 from tests.support.spoiled_messages import SPOILED, Place, Spoil
-from tests.support.tiny_checkpoint import TINY_DEEPSEEK, TINY_GLM4_MOE, TINY_QWEN3, make_random_checkpoint
+from tests.support.tiny_checkpoint import QWEN3_5, TINY_DEEPSEEK, TINY_GLM4_MOE, TINY_QWEN3, make_random_checkpoint
 
 from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
 from posttrain.plan.sizing.phases import ENGINE_CACHE, ENGINE_WEIGHTS
@@ -41,6 +41,7 @@ ARCHITECTURES = {
     "deepseek": dataclasses.replace(TINY_DEEPSEEK, rms_norm_eps=1e-6, num_nextn_predict_layers=0),
     "glm4_moe": dataclasses.replace(TINY_GLM4_MOE, num_nextn_predict_layers=0),
     "qwen3": TINY_QWEN3,
+    **QWEN3_5,
 }
 
 pytestmark = [pytest.mark.slow, pytest.mark.sglang]
@@ -75,13 +76,25 @@ class Served:
         self.runner.run(send())
 
 
+def write_image_processors(folder: Path) -> None:
+    """Write what SGLang, which serves the vision tower, too, starts its image processors from."""
+    images = {"image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": 16, "merge_size": 2}
+    (folder / "preprocessor_config.json").write_text(json.dumps(images))
+    videos = {"video_processor_type": "Qwen3VLVideoProcessor", "patch_size": 16, "merge_size": 2}
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(videos))
+
+
 @contextmanager
 def served(folder: Path, kind: str, num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     arch, model = ARCHITECTURES[kind], folder / "model"
     tensors = make_random_checkpoint(model, arch, seed=1)
     make_tokenizer(arch.max_position_embeddings).save_pretrained(model)
-    written = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(written | ASKED_FOR))
+    if arch.vision.depth:
+        write_image_processors(model)
+    written = json.loads((model / "config.json").read_text()) | ASKED_FOR
+    if interval := arch.full_attention_interval:
+        written["text_config"]["full_attention_interval"] = interval
+    (model / "config.json").write_text(json.dumps(written))
     config = test_config(arch)
     engine = dataclasses.replace(
         config.engine, kind="sglang", python=str(PYTHON), num_threads=1, weight_deltas=kind == "deepseek"
@@ -127,7 +140,13 @@ ALONE = pytest.mark.faults("slow")
 # A real SGLang of two ranks starts, and every rank hashes what it holds some fifty times.
 @pytest.mark.parametrize(
     ("kind", "num_ranks"),
-    [("deepseek", 2), pytest.param("glm4_moe", 1, marks=ALONE), pytest.param("qwen3", 1, marks=ALONE)],
+    [
+        ("deepseek", 2),
+        pytest.param("glm4_moe", 1, marks=ALONE),
+        pytest.param("qwen3", 1, marks=ALONE),
+        pytest.param("qwen3_5", 2, marks=ALONE),
+        pytest.param("qwen3_5_moe", 2, marks=ALONE),
+    ],
 )
 def test_every_rank_proves_its_weights(
     tmp_path: Path, kind: str, num_ranks: int, monkeypatch: pytest.MonkeyPatch

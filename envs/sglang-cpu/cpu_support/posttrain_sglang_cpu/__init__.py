@@ -1,4 +1,4 @@
-"""SGLang plugin: serve dense, MoE and MLA models on `--device cpu --attention-backend torch_native`.
+"""SGLang plugin: serve dense, MoE, MLA and gated-delta-net models on `--device cpu --attention-backend torch_native`.
 
 SGLang calls `activate` in each of its processes before it builds anything (entry point group
 `sglang.srt.plugins`). Each function below removes one obstacle of SGLang 0.5.23 and names it.
@@ -21,6 +21,7 @@ def activate() -> None:
     allow_plain_rope_for_mla()
     allow_deterministic_inference()
     hand_over_caches_without_events()
+    normalise_delta_nets()
 
 
 def use_absorbed_attention_for_mla() -> None:
@@ -83,6 +84,31 @@ def hand_over_caches_without_events() -> None:
         from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
 
         MooncakeKVSender.supports_host_tensor_indices = False
+
+
+def normalise_delta_nets() -> None:
+    """Normalise and gate a delta net's output in torch.
+
+    Obstacle: without AMX, `RMSNorm` of `layernorm_gated` starts a Triton kernel, which needs a GPU.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    target = "sglang.kernels.ops.attention.fla.layernorm_gated.rms_norm_gated"
+    HookRegistry.register(target, _rms_norm_gated, HookType.REPLACE)
+
+
+def _rms_norm_gated(
+    *, x: Any, weight: Any, bias: Any, z: Any, eps: float, activation: str, is_rms_norm: bool, **layout: Any
+) -> Any:
+    """Return norm(x) * silu(z): [..., width] in FP32, rounded once."""
+    import torch
+
+    assert is_rms_norm
+    assert activation in ("swish", "silu")
+    assert layout == {"group_size": None, "norm_before_gate": True}
+    wide = x.float()
+    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()
+    return (scaled * torch.nn.functional.silu(z.reshape(x.shape).float())).to(x.dtype)
 
 
 def allow_deterministic_inference() -> None:

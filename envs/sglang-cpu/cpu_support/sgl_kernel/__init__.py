@@ -4,10 +4,11 @@ Obstacle: SGLang 0.5.23 imports `sgl_kernel` unconditionally on a CPU, but the p
 `sglang-kernel` wheel holds CUDA libraries only and the package has no source release; the CPU
 build exists for AMX machines alone.
 
-This package defines the three functions that serving needs, and nothing else:
+This package defines what serving needs, and nothing else:
 
 * `assign_req_to_token_pool_cpu`: the KV slots of each request's new tokens;
 * `torch.ops.sgl_kernel.murmur_hash32_cpu`: the hash behind `sampling_seed`;
+* `mamba` and `qwen3_5`: Qwen3.5's gated delta nets and gated attention;
 * any other name can be imported (SGLang does so at module level) and raises when called.
 
 It must not define `torch.ops.sgl_kernel.convert_weight_packed`: that name tells SGLang that AMX
@@ -119,3 +120,7 @@ def __getattr__(name: str) -> Callable[..., NoReturn]:
 _library = torch.library.Library("sgl_kernel", "FRAGMENT")
 _library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor")
 _library.impl("murmur_hash32_cpu", murmur_hash32_cpu, "CPU")
+
+# SGLang's modules read their operators while they are imported.
+import sgl_kernel.mamba  # noqa: E402
+import sgl_kernel.qwen3_5  # noqa: E402, F401

@@ -24,14 +24,15 @@ def test_what_two_have_seen_is_the_larger_and_the_sum() -> None:
     assert torch.equal(both.counts, one.counts + other.counts)
     nothing = ExpertMaxima.nothing(3, 4)
     assert torch.equal(one.merged(nothing).amax, one.amax)
-    assert not nothing.by_module()
+    assert not nothing.by_module("model.")
 
 
-def test_names_are_model_optimizers() -> None:
+@pytest.mark.parametrize("prefix", ["model.", "model.language_model."])
+def test_names_are_model_optimizers(prefix: str) -> None:
     found = ExpertMaxima.nothing(2, 2)
     found.amax[1, 0, GATE_UP], found.amax[1, 0, DOWN], found.counts[1, 0] = 3.0, 0.5, 7
-    base = "model.layers.1.mlp.experts.0"
-    assert {name: float(value) for name, value in found.by_module().items()} == {
+    base = f"{prefix}layers.1.mlp.experts.0"
+    assert {name: float(value) for name, value in found.by_module(prefix).items()} == {
         f"{base}.gate_proj.input_quantizer._amax": 3.0,
         f"{base}.up_proj.input_quantizer._amax": 3.0,
         f"{base}.down_proj.input_quantizer._amax": 0.5,

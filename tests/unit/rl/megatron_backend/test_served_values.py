@@ -3,8 +3,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.support.megatron_single import run_gangs
+import torch
+from tests.support.hub_tensors import fill
+from tests.support.megatron_single import initialize_single_rank, run_gangs, test_config
 from tests.support.nan_ranks import NAME
+from tests.support.tiny_checkpoint import TINY_QWEN3_5, random_tensors
+
+from posttrain.rl.megatron_backend.model import build_policy
+from posttrain.rl.megatron_backend.served_values import ServedValues
+from posttrain.rl.megatron_backend.weights import HubWeights
 
 
 def test_a_nan_of_any_rank_is_found_before_anything_is_sent(tmp_path: Path) -> None:
@@ -17,3 +24,25 @@ def test_a_nan_of_any_rank_is_found_before_anything_is_sent(tmp_path: Path) -> N
         assert all(words.startswith(f"{NAME}: holds NaN or infinity") for words in told[having])
         assert all("fork=RUN@STEP" in words for words in told[having])
         assert told[f"largest {having}"] == [["1.0", "nan", "-inf"]] * 2, "not that of rank 0 alone"
+
+
+def test_boxes_cover_every_tensor_once_convolutions_too() -> None:
+    """A delta net's convolution has three axes, and is held in parts: of queries, keys and values."""
+    config = test_config(TINY_QWEN3_5)
+    initialize_single_rank(config)
+    weights = HubWeights(build_policy(config).chunks, TINY_QWEN3_5)
+    fill(weights, random_tensors(TINY_QWEN3_5, 1))
+    values = ServedValues(weights, None)
+    parts = list(values.parts(values.shards, values.agreed_magnitudes()))
+    for name, tensor in weights.gather():
+        assert tensor is not None
+        expected = tensor.float().reshape(-1, tensor.shape[-1])
+        whole = torch.full_like(expected, torch.nan)
+        for part in (part for part in parts if part.name == name):
+            row, column, rows, columns = part.box
+            assert whole[row : row + rows, column : column + columns].isnan().all(), name
+            whole[row : row + rows, column : column + columns] = part.values
+        assert torch.equal(whole, expected), name
+        held = {part.box for part in parts if part.name == name}
+        assert values.holders[name].keys() == held, name
+    assert any("conv1d" in part.name and part.box.row > 0 for part in parts)

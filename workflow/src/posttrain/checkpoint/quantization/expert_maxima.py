@@ -62,10 +62,14 @@ class ExpertMaxima:
                 f"layer {layer}, expert {expert}: its input is NaN or infinite; the model is damaged",
             )
 
-    def by_module(self) -> dict[str, torch.Tensor]:
-        """Return name -> [] float32 under Model Optimizer's names; experts without tokens are omitted."""
+    def by_module(self, prefix: str) -> dict[str, torch.Tensor]:
+        """Return name -> [] float32 under Model Optimizer's names; experts without tokens are omitted.
+
+        Args:
+            prefix: Start of the decoder's names: the family's `text_prefix`.
+        """
         return {
-            f"model.layers.{layer}.mlp.experts.{expert}.{projection}{INPUT_AMAX}": self.amax[
+            f"{prefix}layers.{layer}.mlp.experts.{expert}.{projection}{INPUT_AMAX}": self.amax[
                 layer, expert, place
             ].clone()
             for layer, expert in (self.counts > 0).nonzero().tolist()

@@ -23,6 +23,7 @@ from safetensors.torch import save
 from posttrain.checkpoint.quantization.coverage import STATE_FOLDER, coverage, describe_coverage
 from posttrain.checkpoint.quantization.expert_maxima import ExpertMaxima, PassState
 from posttrain.config.derived import data_parallel_size, micro_batch_multiple, token_budget
+from posttrain.config.families import family_of
 from posttrain.config.schema import Config
 from posttrain.rl.batching.packed_batch import PackedBatch, build_packed_batch
 from posttrain.rl.batching.packing import pack
@@ -134,10 +135,11 @@ def real_tokens(batch: PackedBatch, samples: Sequence[Trajectory]) -> torch.Tens
 
 def write_results(config: Config, folder: Path, read: Mapping[str, Read], seen: Mapping[str, ExpertMaxima]) -> None:
     """Write each pass's maxima under Model Optimizer's names, and the number of tokens routed to each expert."""
-    first = config.model.architecture.first_k_dense_replace
+    arch = config.model.architecture
+    first, prefix = arch.first_k_dense_replace, family_of(arch).text_prefix
     passes: dict[str, Any] = {}
     for name, found in seen.items():
-        content = save(found.by_module())
+        content = save(found.by_module(prefix))
         write_atomic(folder / f"{name}.safetensors", partial(_put, content))
         tokens = sum(map(len, read[name].samples))
         counts = {"conversations": len(read[name].samples), "too_short": read[name].num_short, "tokens": tokens}
