@@ -11,7 +11,7 @@ from tests.support.sglang_environment import require_sglang
 
 from posttrain.rl.engines.responses import GenerateRequest, GenerateResult
 
-LENGTHS, NUM_TOKENS, TOLERANCE = (3, 40, 70), 24, 1e-3
+LENGTHS, NUM_TOKENS, TOLERANCE = (3, 40, 70), 24, 1e-4
 
 pytestmark = [pytest.mark.slow, pytest.mark.sglang]
 
@@ -42,6 +42,5 @@ def assert_same(model: torch.nn.Module, prompt: list[int], answer: GenerateResul
     rows = model(torch.tensor([tokens])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
     expected = rows.gather(1, torch.tensor(answer.output_ids)[:, None])[:, 0]
     apart = (torch.tensor(answer.logprobs) - expected).abs().max()
-    print(len(prompt), float(apart), float((rows.max(-1).values - expected).max()))
     assert apart < TOLERANCE
     assert (rows.max(-1).values - expected).max() < TOLERANCE, "a greedy token is the likeliest one"

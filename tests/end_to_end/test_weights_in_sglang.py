@@ -93,7 +93,8 @@ def served(folder: Path, kind: str, num_ranks: int, monkeypatch: pytest.MonkeyPa
         write_image_processors(model)
     written = json.loads((model / "config.json").read_text()) | ASKED_FOR
     if interval := arch.full_attention_interval:
-        written["text_config"]["full_attention_interval"] = interval
+        rotated = {"partial_rotary_factor": arch.partial_rotary_factor}
+        written["text_config"] |= {"full_attention_interval": interval} | rotated
     (model / "config.json").write_text(json.dumps(written))
     config = test_config(arch)
     engine = dataclasses.replace(

@@ -135,3 +135,11 @@ def test_who_shares_no_gpu_does_not_sleep():
     on_gpus = {"model": "glm5", "nodes": 24, "site": "example_slurm"}
     asked = [takes_turns(resolve(on_gpus | {"set": words}, CONFIG_DIR).config) for words in ("", "engine.own_nodes=8")]
     assert asked == [True, False]
+
+
+@pytest.mark.parametrize("name", ["linear_num_key_heads", "vision.num_heads"])
+def test_heads_of_delta_nets_and_of_the_vision_tower_are_split_too(name):
+    words = f"engine.gpus_per_engine=8 engine.num_engines=1 model.architecture.{name}=4"
+    with rejected("engine-divides-heads", f"a divisor of 4 ({name})", key="engine.gpus_per_engine"):
+        merge({"model": "qwen3.5_4b", "site": "local", "set": words}, CONFIG_DIR)
+    merge({"model": "qwen3.5_4b", "site": "local", "set": words.replace("=8", "=4")}, CONFIG_DIR)

@@ -22,6 +22,7 @@ def activate() -> None:
     allow_deterministic_inference()
     hand_over_caches_without_events()
     normalise_delta_nets()
+    gate_shared_experts()
 
 
 def use_absorbed_attention_for_mla() -> None:
@@ -109,6 +110,24 @@ def _rms_norm_gated(
     wide = x.float()
     scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()
     return (scaled * torch.nn.functional.silu(z.reshape(x.shape).float())).to(x.dtype)
+
+
+def gate_shared_experts() -> None:
+    """Gate the output of a shared expert in torch.
+
+    Obstacle: `Qwen2MoeSparseMoeBlock` does so with a Triton kernel, which needs a GPU.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    target = "sglang.kernels.ops.elementwise.elementwise._launch_fused_gate_sigmoid_mul"
+    HookRegistry.register(target, _gated, HookType.REPLACE)
+
+
+def _gated(hidden_states: Any, gate_weight: Any, shared_output: Any, output: Any, *, do_add: bool) -> None:
+    """Write sigmoid(hidden_states @ gate_weight) * shared_output, plus `output` on request, to `output`."""
+    gate = (hidden_states.float() * gate_weight.float()).sum(-1, keepdim=True).sigmoid()
+    gated = gate * shared_output.float()
+    output.copy_(output.float() + gated if do_add else gated)
 
 
 def allow_deterministic_inference() -> None:

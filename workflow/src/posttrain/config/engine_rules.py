@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator
 
@@ -61,13 +62,20 @@ def _prefill_experts(config: Config) -> Problems:
 
 
 def _tensor_parallel_attention(config: Config) -> Problems:
-    heads = config.model.architecture.num_attention_heads
-    has_experts = config.model.architecture.n_routed_experts > 0
+    arch = config.model.architecture
+    has_experts = arch.n_routed_experts > 0
+    # SGLang 0.5.23 splits the heads of delta nets (`models/qwen3_5.py`) and of the vision tower (`layers/attention/
+    # vision.py`) over the same ranks.
+    split = {
+        "num_attention_heads": arch.num_attention_heads,
+        "linear_num_key_heads": arch.linear_num_key_heads,
+        "vision.num_heads": arch.vision.num_heads,
+    }
     if not _is_sglang_on_gpus(config) or (config.engine.dp_attention and has_experts):
         return
-    for key, ranks in _world_sizes(config):
+    for (key, ranks), (name, heads) in itertools.product(_world_sizes(config), split.items()):
         if heads % ranks:
-            allowed = f"a divisor of {heads} (num_attention_heads), which tensor-parallel attention splits"
+            allowed = f"a divisor of {heads} ({name}), which tensor-parallel attention splits"
             remedy = "choose one that divides it, or use data-parallel attention"
             yield Problem("engine-divides-heads", key, str(ranks), allowed, remedy)
 

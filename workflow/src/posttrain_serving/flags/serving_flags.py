@@ -44,7 +44,14 @@ MEM_FRACTION = 0.85
 # (hardware, precision, goal) -> share of GPU memory, concurrent requests, source.
 PUBLISHED = {("rtx_pro_6000", "nvfp4", "latency"): (0.95, 8, CARD)}
 # Parsers that separate reasoning and tool calls from the answer, and their source.
-PARSERS = {"glm_moe_dsa": ("glm45", "glm47", CARD), "glm4_moe": ("glm45", "glm45", "the README of zai-org/GLM-4.5")}
+# SGLang and vLLM have the same names.
+_OF_QWEN = ("qwen3", "qwen3_coder", "SGLang's cookbook for Qwen3.5")
+PARSERS = {
+    "glm_moe_dsa": ("glm45", "glm47", CARD),
+    "glm4_moe": ("glm45", "glm45", "the README of zai-org/GLM-4.5"),
+    "qwen3_5": _OF_QWEN,
+    "qwen3_5_moe": _OF_QWEN,
+}
 QUANTIZATION = {"fp8": "fp8", "nvfp4": "modelopt_fp4"}
 # One letter per layer of GLM-5: F computes its own keys, S shares those of the layer before.
 INDEX_CACHE = "FFSFSSSFSSFFFSSSFFFSFSSSSSSFFSFFSFFSSFFFFFFSFFFFFSFFSSSSSSFSFFFSFSSSFSFFSFFSSS"
