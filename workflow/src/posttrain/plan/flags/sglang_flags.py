@@ -18,6 +18,7 @@ from posttrain.config.derived import rollout_samples_per_step, takes_turns
 from posttrain.config.engine_rules import DEEPEP_MAX_TOKENS
 from posttrain.config.formats import FP8_BLOCK
 from posttrain.config.schema import Config
+from posttrain.plan.flags.delta_nets import delta_net_environment
 from posttrain.plan.flags.environment import (
     hardware_environment,
     network_flags,
@@ -177,7 +178,7 @@ def environment_flags(config: Config, role: str = UNIFIED) -> list[Flag]:
     if config.engine.num_threads:
         flags.append(flag("OMP_NUM_THREADS", config.engine.num_threads, "engine.num_threads"))
     if config.engine.kind == "sglang":
-        flags += _delta_net_environment(config)
+        flags += delta_net_environment(config)
         # Trainer ranks on other nodes also send weights over gloo.
         flags += network_flags(config, config.nodes)
         flags += hardware_environment(config, role == UNIFIED and nodes_per_engine(config) == 1)
@@ -185,14 +186,6 @@ def environment_flags(config: Config, role: str = UNIFIED) -> list[Flag]:
     if config.engine.kind == "embedded":
         return flags
     return flags + (_cpu_environment(role) if config.hardware.device == "cpu" else _gpu_environment(config, role))
-
-
-def _delta_net_environment(config: Config) -> list[Flag]:
-    """Return the precision of a convolution's states, else BF16 (SGLang 0.5.23, `srt/configs/mamba_utils.py`)."""
-    if not config.model.architecture.full_attention_interval or config.engine.dtype == "bfloat16":
-        return []
-    reason = "states of a convolution are inputs of it, and have their precision"
-    return [flag("SGLANG_MAMBA_CONV_DTYPE", config.engine.dtype, "engine.dtype", reason=reason)]
 
 
 def cpu_flags(config: Config, role: str) -> list[Flag]:
