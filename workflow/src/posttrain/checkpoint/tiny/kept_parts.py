@@ -5,7 +5,6 @@ Those of Qwen3.5 are random, norms included, so that a lost or exchanged tensor 
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -13,8 +12,9 @@ import torch
 from torch import nn
 
 from posttrain.checkpoint.formats.config_sections import VISION
+from posttrain.checkpoint.formats.modelling import import_modelling
 from posttrain.checkpoint.param_names import HF_VISION
-from posttrain.config.families import FAMILIES, modelling_module
+from posttrain.config.families import FAMILIES
 
 # Larger than large models' 0.02, because the rows of these matrices are short.
 INITIALIZER_RANGE = 0.05
@@ -57,7 +57,7 @@ def vision_tensors(config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     if VISION not in config:
         return {}
     name = FAMILIES[config["model_type"]].hub_class.replace("ForConditionalGeneration", "VisionModel")
-    tower_class = getattr(importlib.import_module(modelling_module(config["model_type"])), name)
+    tower_class = getattr(import_modelling(config["model_type"]), name)
     tower = tower_class(tower_class.config_class.from_dict(dict(config[VISION])))
     for part, value in tower.state_dict().items():
         is_scale = "norm" in part and part.endswith("weight")

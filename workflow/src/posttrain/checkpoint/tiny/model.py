@@ -15,7 +15,6 @@ kill leaves no folder or a `.partial` one; the next attempt starts over, in seco
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +30,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from posttrain.checkpoint.formats.as_transformers import hub_config
 from posttrain.checkpoint.formats.config_sections import has_sections, text_section
 from posttrain.checkpoint.formats.hf_config import MTP_COUNTS, fixed_values
+from posttrain.checkpoint.formats.modelling import import_modelling
 from posttrain.checkpoint.tiny.kept_parts import (
     INITIALIZER_RANGE,
     joint_mtp_tensors,
@@ -47,7 +47,7 @@ from posttrain.checkpoint.tiny.tokenizer import (
     stop_token_ids,
 )
 from posttrain.checkpoint.tiny.warm_up import Examples, backwards, warm_up
-from posttrain.config.families import FAMILIES, dimensions, family_of, modelling_module
+from posttrain.config.families import FAMILIES, dimensions, family_of
 from posttrain.config.schema import Architecture
 from posttrain.errors import Problem, raise_if_any
 from posttrain.plan.sizing.tiny_model import check_made
@@ -208,7 +208,7 @@ def _initialize(config: Mapping[str, Any]) -> tuple[PreTrainedModel, nn.ModuleLi
     text, family = text_section(config), FAMILIES[config["model_type"]]
     num_layers = text["num_hidden_layers"]
     num_mtp = next((text[key] for key in MTP_COUNTS if key in text), 0)
-    model_class = getattr(importlib.import_module(modelling_module(config["model_type"])), family.text_class)
+    model_class = getattr(import_modelling(config["model_type"]), family.text_class)
     values = {**text, "num_hidden_layers": num_layers + num_mtp, "dtype": "float32"}
     if kinds := text.get("layer_types"):
         values["layer_types"] = [*kinds, *["full_attention"] * num_mtp]

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,8 +25,9 @@ import torch
 from posttrain.checkpoint.formats.config_patch import apply_changes, read_patch
 from posttrain.checkpoint.formats.config_sections import CONFIG
 from posttrain.checkpoint.formats.hf_layout import read_object
+from posttrain.checkpoint.formats.modelling import import_modelling
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
-from posttrain.config.families import FAMILIES, Family, modelling_module
+from posttrain.config.families import FAMILIES, Family
 from posttrain.report.progress import ProgressBar
 from posttrain.rl.engines.embedded.stable_topk import make_indexers_stable
 
@@ -123,7 +123,7 @@ def _config_of(folder: Path) -> Any:
 
 def _model_class(config: Any) -> Any:
     """Return the family's class; transformers' choice for causal models would drop a vision tower silently."""
-    module = importlib.import_module(modelling_module(config.model_type))
+    module = import_modelling(config.model_type)
     return getattr(module, FAMILIES[config.model_type].hub_class)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 from collections.abc import Iterator, Mapping
@@ -13,11 +12,12 @@ from typing import Any
 import torch
 
 from posttrain.checkpoint.formats.config_sections import text_section
+from posttrain.checkpoint.formats.modelling import import_modelling
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
 from posttrain.checkpoint.param_names import HF_VISION
 from posttrain.checkpoint.quantization.dequantize import QuantizedCheckpoint
 from posttrain.checkpoint.quantization.fp8 import SCALE_SUFFIXES
-from posttrain.config.families import FAMILIES, modelling_module
+from posttrain.config.families import FAMILIES
 from posttrain.errors import CheckpointError
 from posttrain.rl.data.chat import stop_token_ids
 from posttrain.rl.engines.embedded.stable_topk import make_indexers_stable
@@ -144,7 +144,7 @@ def build_model(folder: Path, dtype: torch.dtype) -> Any:
     from transformers.initialization import no_init_weights
 
     # Import only this class: `AutoModel` imports far more.
-    module = importlib.import_module(modelling_module(model_type))
+    module = import_modelling(model_type)
     model_class = getattr(module, FAMILIES[model_type].text_class)
     model_config = model_class.config_class.from_pretrained(config_file.parent)
     model_config._attn_implementation = ATTENTION_IMPLEMENTATION
