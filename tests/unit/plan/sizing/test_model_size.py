@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.support.tiny_checkpoint import QWEN3_5, transformers_config
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from posttrain.checkpoint.param_names import expected_tensors
 from posttrain.checkpoint.quantization.fp8 import Fp8Format
@@ -19,6 +19,7 @@ from posttrain.plan.sizing.model_size import (
     mtp_weights,
     parameters_by_component,
     saved_weights,
+    vision_weights,
 )
 
 MODELS = sorted(path.stem for path in (Path(__file__).resolve().parents[4] / "config" / "models").glob("*.yaml"))
@@ -64,7 +65,7 @@ def test_parameters_equal_those_of_transformers(resolved, model):
     counted: dict[str, int] = {}
     for name, tensor in built.named_parameters():
         counted[component_of(name)] = counted.get(component_of(name), 0) + tensor.numel()
-    assert parameters_by_component(model_weights(arch)) == counted
+    assert parameters_by_component([*model_weights(arch), *vision_weights(arch)]) == counted
     biases = sum(tensor.numel() for name, tensor in built.named_buffers() if "e_score_correction_bias" in name)
     assert sum(weight.num_elements for weight in model_weights(arch) if weight.is_buffer) == biases
 
@@ -203,19 +204,24 @@ def test_a_model_without_indexer_and_shared_experts(resolved):
 def model_on_meta(arch):
     """Build the model that transformers makes of our dimensions, without memory."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(transformers_config(arch, arch.num_hidden_layers))
+        auto = AutoModelForImageTextToText if arch.vision.depth else AutoModelForCausalLM
+        return auto.from_config(transformers_config(arch, arch.num_hidden_layers))
 
 
 def component_of(name):
     """Return the component that a parameter of transformers belongs to."""
     for piece, component in (
+        ("model.visual.", "vision"),
         ("embed_tokens", "embedding"),
         ("lm_head", "lm_head"),
         (".indexer.", "indexer"),
         ("norm", "norms"),
         ("self_attn.", "attention"),
+        ("linear_attn.", "delta_net"),
         ("mlp.experts.", "routed_experts"),
         ("mlp.shared_experts.", "shared_experts"),
+        ("mlp.shared_expert.", "shared_experts"),
+        ("mlp.shared_expert_gate.", "router"),
         ("mlp.gate.weight", "router"),
         ("mlp.", "dense_mlp"),
     ):

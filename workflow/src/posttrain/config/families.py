@@ -67,6 +67,7 @@ class Family:
         gated_attention: Attention's output is multiplied by a gate that the query projection yields, too.
         text_prefix: Start of the decoder's tensor names on the Hub.
         mtp_prefix: The same of MTP layers; empty if they are numbered after the decoder's layers.
+        fp32_names: Parts of the names of tensors that are published in FP32.
     """
 
     hub_class: str
@@ -79,6 +80,7 @@ class Family:
     gated_attention: bool = False
     text_prefix: str = "model."
     mtp_prefix: str = ""
+    fp32_names: tuple[str, ...] = ()
 
     @property
     def text_class(self) -> str:
@@ -122,6 +124,7 @@ FAMILIES = {
         gated_attention=True,
         text_prefix="model.language_model.",
         mtp_prefix="mtp.",
+        fp32_names=("linear_attn.A_log", "linear_attn.norm."),
     ),
     "qwen3_5_moe": Family(
         "Qwen3_5MoeForConditionalGeneration",
@@ -132,6 +135,7 @@ FAMILIES = {
         gated_attention=True,
         text_prefix="model.language_model.",
         mtp_prefix="mtp.",
+        fp32_names=("linear_attn.A_log", "linear_attn.norm."),
     ),
 }
 

@@ -12,6 +12,7 @@ import torch
 from tests.support.tiny_checkpoint import QWEN3_5
 from tests.unit.rl.engines.conftest import strong_tensors, write_checkpoint
 
+from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
 from posttrain.rl.engines.embedded.generation import Response
 from posttrain.rl.engines.embedded.model import load_model
 from posttrain.rl.engines.embedded.requests import Row
@@ -111,3 +112,18 @@ def test_requests_that_join_leave_are_aborted_and_lose_their_cache_change_nothin
     assert (aborted.row.request_id, len(aborted.output_ids) < aborted.row.max_new_tokens) == ("a10", True)
     assert worker.counters.num_batches == 2, "what waited became one batch"
     assert_equal([one for one in responses if one is not aborted], transformers_model)
+
+
+def test_in_bf16_what_is_published_in_fp32_keeps_its_bits(folder: Path) -> None:
+    loaded, reader = load_model(folder, torch.bfloat16), CheckpointReader(folder)
+    wide = 0
+    for name, tensor in loaded.model.state_dict().items():
+        is_wide = name.endswith(("linear_attn.A_log", "linear_attn.norm.weight"))
+        assert tensor.dtype is (torch.float32 if is_wide else torch.bfloat16), name
+        if is_wide:
+            wide += 1
+            assert torch.equal(tensor, reader.tensor(name.replace("model.", "model.language_model.", 1))), name
+    assert wide == 2 * 2
+    logits = loaded.model(torch.arange(20)[None]).logits
+    assert logits.dtype is torch.bfloat16
+    assert logits.isfinite().all()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,13 +158,13 @@ def build_model(folder: Path, dtype: torch.dtype) -> Any:
     finally:
         torch.set_default_dtype(default)
     model.tie_weights()
-    _keep_in_float32(model)
+    _keep_in_float32(model, FAMILIES[model_type].fp32_names)
     return model.eval().requires_grad_(False)
 
 
-def _keep_in_float32(model: Any) -> None:
-    """Keep the few tensors in float32 that the model always computes in float32."""
-    names = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
+def _keep_in_float32(model: Any, published: Sequence[str]) -> None:
+    """Keep the few tensors in float32 that the model always computes in float32, or that are published so."""
+    names = {*published, *(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if any(part in name for part in names):
             tensor.data = tensor.data.float()
