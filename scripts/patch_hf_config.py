@@ -18,6 +18,7 @@ from posttrain.checkpoint.parts.steps import FOLDER, SOURCE, make_folder
 from posttrain.cli import RESOLVED, command_line, run
 from posttrain.config.model_files import model_digests
 from posttrain.errors import CheckpointError, raise_if_any
+from posttrain.plan.preflight.image_processor import check_image_processor
 from posttrain.rl.data.tokenizer_check import check_tokenizer
 from posttrain.store import FileRecord, Receipt, require_files
 
@@ -25,13 +26,16 @@ from posttrain.store import FileRecord, Receipt, require_files
 def main() -> None:
     """Compare, patch, and write the receipt."""
     args = command_line(__doc__, **SOURCE, **FOLDER, resolved=RESOLVED)
-    model = args.resolved.config.model
+    wanted = args.resolved.config
+    model = wanted.model
     source = require_files(args.source, args.source_receipt)
     reader, config = check_layout(args.source), read_object(args.source / CONFIG)
     differing = differing_copies(config, model.architecture, reader)
     read = read_as(config, differing, model.patch.copies)
     problems = check_config(read, model.architecture, published_specs(reader.infos, model.architecture))
-    raise_if_any([*problems, *check_copies(config, model.architecture, reader, differing, model.patch.copies)])
+    problems += check_copies(config, model.architecture, reader, differing, model.patch.copies)
+    # Here, before weights are converted and a GPU is asked for.
+    raise_if_any([*problems, *check_image_processor(wanted, args.source)])
     dropped = sorted(differing) if model.patch.copies == DROP else []
     digests, missing = model_digests(model)
     raise_if_any(missing)

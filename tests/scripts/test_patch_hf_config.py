@@ -13,6 +13,7 @@ from tests.support.rejections import rejected
 from tests.support.resolved_words import words_with
 from tests.support.small_checkpoint import ARCHITECTURE, make_small_checkpoint
 from tests.support.tiny_checkpoint import (
+    QWEN3_5,
     TINY_QWEN3,
     TINY_QWEN3_MOE,
     fuse_experts,
@@ -21,8 +22,9 @@ from tests.support.tiny_checkpoint import (
 )
 
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
+from posttrain.checkpoint.tiny.tokenizer import make_byte_level_tokenizer
 from posttrain.config.schema import Patch
-from posttrain.store import Receipt, read_receipt, receipt_of, record_files, require_files, write_receipt
+from posttrain.store import Receipt, read_json, read_receipt, receipt_of, record_files, require_files, write_receipt
 
 
 @pytest.fixture
@@ -126,6 +128,31 @@ def test_a_source_that_lost_a_shard(source, tmp_path):
     assert done.returncode == 1
     assert "model-00003-of-00003.safetensors: missing" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_vision_tower_without_an_image_processor_is_rejected_for_sglang_only(tmp_path):
+    arch = QWEN3_5["qwen3_5"]
+    folder = tmp_path / "hf"
+    make_random_checkpoint(folder, arch)
+    make_byte_level_tokenizer(arch.max_position_embeddings).save_pretrained(folder)
+    write_receipt(receipt_of(folder), Receipt("download_hf_checkpoint", record_files(folder), {}, {}))
+    given = ["--source", folder, "--source-receipt", receipt_of(folder)]
+
+    def patch(destination, engine):
+        words = words_with(arch, engine={"kind": engine})
+        run_here("patch_hf_config", [*given, "--folder", destination, "--receipt", receipt_of(destination), *words])
+
+    with rejected("image-processor-missing", folder, key="preprocessor_config.json"):
+        patch(tmp_path / "patched", "sglang")
+    assert not (tmp_path / "patched").exists()
+    patch(tmp_path / "embedded", "embedded")
+    (folder / "preprocessor_config.json").write_text("{}\n")
+    write_receipt(receipt_of(folder), Receipt("download_hf_checkpoint", record_files(folder), {}, {}))
+    patch(tmp_path / "patched", "sglang")
+    assert (tmp_path / "patched" / "preprocessor_config.json").samefile(folder / "preprocessor_config.json")
+    for copy in ("embedded", "patched"):
+        text = read_json(tmp_path / copy / "config.json")["text_config"]
+        assert (text["full_attention_interval"], text["partial_rotary_factor"]) == (2, 0.5)
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 import pytest
 
+from posttrain.config.load import digest8
 from posttrain.store import Paths, receipt_of
 from posttrain.store.durable import write_json
 
@@ -55,3 +56,10 @@ def test_a_trained_run_keeps_what_it_had(paths):
     for damaged in ("[", "null", "[1]", "{}"):
         empty.begun_from.write_text(damaged)
         assert loaded.rollout_weights == loaded.rollout_fp8
+
+
+def test_only_patched_copies_with_a_vision_tower_got_another_name(resolved):
+    """Theirs got keys that SGLang reads; another name converts a model anew."""
+    names = {model: Paths(resolved(model)).hf_patched.name for model in ("tiny", "qwen3.5_4b")}
+    digests = [digest8({"format": version, "patch": {"target": "native"}}) for version in (1, 2)]
+    assert names == {"tiny": f"hf_patched-{digests[0]}", "qwen3.5_4b": f"hf_patched-{digests[1]}"}

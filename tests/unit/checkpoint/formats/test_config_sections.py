@@ -165,6 +165,7 @@ def dimensions_in_file(arch: Architecture) -> Iterator[tuple[str, Any]]:
             yield f"text_config.{spelled.get(name, name)}", value
     yield "text_config.rope_parameters.rope_theta", arch.rope_theta
     yield "text_config.rope_parameters.partial_rotary_factor", arch.partial_rotary_factor
+    yield "text_config.partial_rotary_factor", arch.partial_rotary_factor
     yield from ((f"vision_config.{name}", value) for name, value in dataclasses.asdict(arch.vision).items())
     yield "vision_config.out_hidden_size", arch.hidden_size
     yield "tie_word_embeddings", arch.tie_word_embeddings
@@ -212,6 +213,30 @@ def test_each_wrong_dimension_is_found_in_its_section(arch: Architecture) -> Non
 )
 def test_what_differs_is_named_once(path: str, value: Any, key: str) -> None:
     assert keys(changed(path, value)) == [key]
+
+
+@pytest.mark.parametrize(
+    ("key", "other", "place"),
+    [
+        ("partial_rotary_factor", 0.25, "text_config"),
+        ("partial_rotary_factor", 0.25, "text_config.rope_parameters"),
+        ("partial_rotary_factor", True, "text_config"),
+        ("full_attention_interval", 4, "text_config"),
+    ],
+)
+def test_two_places_for_one_value_do_not_contradict(key: str, other: Any, place: str) -> None:
+    found = check_config(changed(f"{place}.{key}", other), TINY_QWEN3_5, {})[:-1]
+    assert [(problem.code, problem.key) for problem in found] == [
+        ("architecture-differs", f"config.json: text_config.{key}")
+    ]
+
+
+def test_a_value_may_stand_in_one_of_two_places() -> None:
+    for place in ("text_config", "text_config.rope_parameters"):
+        assert keys(changed(f"{place}.partial_rotary_factor", ...)) == []
+    content = changed("text_config.partial_rotary_factor", ...)
+    content = changed("text_config.rope_parameters.partial_rotary_factor", ..., content)
+    assert keys(content) == ["text_config.partial_rotary_factor"]
 
 
 @pytest.mark.parametrize("path", ["dtype", "text_config.dtype"])

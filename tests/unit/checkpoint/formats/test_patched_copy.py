@@ -1,5 +1,6 @@
 import base64
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from tests.support.small_checkpoint import (
     write_object,
 )
 from tests.support.tiny_checkpoint import (
+    QWEN3_5,
     TINY,
     TINY_MOONLIGHT,
     TINY_QWEN3_5,
@@ -356,6 +358,38 @@ def test_lost_mtp_layers_of_a_section_are_corrected_there(tmp_path):
     assert read_object(tmp_path / "patched" / "config.json")["text_config"]["mtp_num_hidden_layers"] == 0
     (change,) = read_patch(tmp_path / "patched")["config.json"]
     assert (change.path, change.old, change.new) == ("/text_config/mtp_num_hidden_layers", 1, 0)
+
+
+def _keys_of_engines(arch):
+    return {"full_attention_interval": arch.full_attention_interval, "partial_rotary_factor": 0.5}
+
+
+@pytest.mark.parametrize("arch", QWEN3_5.values(), ids=QWEN3_5)
+@pytest.mark.parametrize("null", [[], ["partial_rotary_factor"]], ids=["absent", "null"])
+def test_keys_that_engines_read_are_added_to_what_transformers_writes(tmp_path, arch, null):
+    source, first, second = (tmp_path / name for name in ("hf", "first", "second"))
+    _random_source(source, arch)
+    written, added = read_object(source / "config.json"), _keys_of_engines(arch)
+    assert not {*added} & {*written["text_config"]}
+    written["text_config"] = dict.fromkeys(null) | written["text_config"]
+    write_object(source / "config.json", written)
+    _patch(source, first, arch)
+    text = read_object(first / "config.json")["text_config"]
+    assert text == written["text_config"] | added
+    assert text["partial_rotary_factor"] == text["rope_parameters"]["partial_rotary_factor"]
+    assert [change.path for change in read_patch(first)["config.json"]] == [f"/text_config/{key}" for key in added]
+    # The copy of a copy has nothing to change.
+    _patch(first, second, arch)
+    assert (second / "config.json").samefile(first / "config.json")
+    undo_patch(first)
+    assert json.dumps(read_object(first / "config.json")) == json.dumps(written)
+
+
+def test_a_file_with_the_keys_that_engines_read_is_linked(tmp_path):
+    _random_source(tmp_path / "hf", TINY_QWEN3_5)
+    write_object(tmp_path / "hf" / "config.json", hub_config(TINY_QWEN3_5, fixed_values(TINY_QWEN3_5)))
+    _patch(tmp_path / "hf", tmp_path / "patched", TINY_QWEN3_5)
+    assert (tmp_path / "patched" / "config.json").samefile(tmp_path / "hf" / "config.json")
 
 
 def test_mtp_layers_that_are_there_are_not_called_lost(tmp_path):

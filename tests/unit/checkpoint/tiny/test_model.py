@@ -14,6 +14,7 @@ from transformers import (
     GlmMoeDsaForCausalLM,
 )
 
+from posttrain.checkpoint.formats.config_sections import keys_of_engines
 from posttrain.checkpoint.formats.hf_config import check_config
 from posttrain.checkpoint.formats.hf_layout import check_layout, read_object
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
@@ -201,6 +202,9 @@ def test_a_qwen3_5_is_made_with_a_vision_tower_and_an_mtp_layer(tmp_path, monkey
     make_tiny_model(folder, arch, *generate_prompts(NUM_DIGITS, 60, 20, 0), seed=0)
     layout = check_layout(folder)
     assert check_config(read_object(folder / "config.json"), arch, layout.infos) == []
+    text = read_object(folder / "config.json")["text_config"]
+    assert keys_of_engines(arch).items() <= text.items()
+    assert text["rope_parameters"]["partial_rotary_factor"] == text["partial_rotary_factor"] == 0.5
     assert check_tokenizer(folder, arch.vocab_size) == []
     model, report = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
     assert [type(model).__name__] == read_object(folder / "config.json")["architectures"]

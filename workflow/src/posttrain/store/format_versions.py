@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from posttrain.config.schema import Architecture
+
 # Rules that had another name in version 0.2. Receipts and JobSets keep the old name, so that runs of 0.2 resume;
 # `scripts/` has the old program for JobSets of 0.2.
 CURRENT_RULES: Mapping[str, str] = {"train_grpo": "train"}
@@ -45,3 +47,8 @@ FORMAT_VERSIONS: Mapping[str, int] = {
     "lm_eval": 1,
     "render_report": 1,
 }
+
+
+def patch_version(architecture: Architecture) -> int:
+    """Return the version of a patched copy; copies with a vision tower have had one more, which added keys."""
+    return FORMAT_VERSIONS["patch_hf_config"] + (architecture.vision.depth > 0)

@@ -23,7 +23,7 @@ from posttrain.config.derived import (
 from posttrain.config.families import dimensions
 from posttrain.config.load import Resolved, digest8
 from posttrain.store.data_folders import pass_folders, suite_folders, versioned
-from posttrain.store.format_versions import FORMAT_VERSIONS
+from posttrain.store.format_versions import FORMAT_VERSIONS, patch_version
 from posttrain.store.plain_json import read_json
 from posttrain.store.weight_formats import EXPORT_FOLDER, START_FOLDER
 
@@ -361,7 +361,7 @@ class Paths:
         if patch["copies"] == "reject":  # the name from before there was a choice
             del patch["copies"]
         own = {"own": model.own_digests} if model.own_digests else {}
-        return {"format": FORMAT_VERSIONS["patch_hf_config"], "patch": patch, **own}
+        return {"format": patch_version(model.architecture), "patch": patch, **own}
 
     def _convert_settings(self) -> dict[str, Any]:
         versions = [FORMAT_VERSIONS[step] for step in ("convert_hf_to_torch_dist", "finalize_torch_dist")]

@@ -100,7 +100,8 @@ def hub_config(arch: Architecture, fixed: Mapping[str, Any]) -> dict[str, Any]:
         return content
     content["mtp_num_hidden_layers"] = content.pop("num_nextn_predict_layers", 0)
     content.pop("n_routed_experts", None)
-    factor = content.pop("partial_rotary_factor")
+    # In both places: see `keys_of_engines`.
+    factor = content["partial_rotary_factor"]
     content["rope_parameters"] |= {"partial_rotary_factor": factor, "mrope_interleaved": True}
     content["rope_parameters"]["mrope_section"] = mrope_section(arch)
     return with_sections(arch, content)

@@ -85,6 +85,17 @@ def mrope_section(arch: Architecture) -> list[int]:
     return [len(range(axis, pairs, 3)) for axis in range(3)]
 
 
+def keys_of_engines(arch: Architecture) -> dict[str, Any]:
+    """Return the keys of `text_config` that SGLang reads and transformers may spell in another way; else empty.
+
+    Without `partial_rotary_factor`, SGLang 0.5.23 rotates a quarter of each head (`srt/configs/qwen3_next.py`), while
+    transformers reads and writes it in `rope_parameters`. Without `full_attention_interval` SGLang ends
+    (`srt/models/qwen3_5.py`), while transformers may write `layer_types` alone.
+    """
+    names = ("full_attention_interval", "partial_rotary_factor")
+    return {name: getattr(arch, name) for name in names} if has_sections(arch) else {}
+
+
 def check_sections(config: Mapping[str, Any], arch: Architecture) -> Iterator[Problem]:
     """Compare the top of a file with sections, and its vision tower, with the architecture."""
     if not has_sections(arch):

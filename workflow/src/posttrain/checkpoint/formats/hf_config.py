@@ -203,12 +203,14 @@ def _check_rope(config: Mapping[str, Any], architecture: Architecture) -> Iterat
         yield Problem("rope-type-differs", f"{CONFIG}: rope_type", repr(kind), repr(expected_kind), remedy)
     elif kind == "yarn":
         yield from _check_yarn(parameters, architecture.rope_scaling)
-    bases = [base for base in (parameters.get("rope_theta"), config.get("rope_theta")) if base is not None]
-    for base in [base for place, base in enumerate(bases) if base not in bases[:place]] or [None]:
-        yield from _compare("rope_theta", base, architecture.rope_theta)
-    if expected := architecture.partial_rotary_factor:
-        factor = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-        yield from _compare("partial_rotary_factor", factor, expected)
+    expected = {"rope_theta": architecture.rope_theta}
+    if architecture.partial_rotary_factor:
+        expected["partial_rotary_factor"] = architecture.partial_rotary_factor
+    for key, value in expected.items():
+        # Readers differ on which of two places they read, so both must agree.
+        said = [found for found in (parameters.get(key), config.get(key)) if found is not None]
+        for found in [found for place, found in enumerate(said) if found not in said[:place]] or [None]:
+            yield from _compare(key, found, value)
 
 
 def _check_yarn(parameters: Mapping[str, Any], scaling: RopeScaling) -> Iterator[Problem]:

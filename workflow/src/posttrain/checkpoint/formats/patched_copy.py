@@ -4,9 +4,10 @@ Weights are links, except shards with tensors in a form other than the family's 
 `config.json` and the tokenizer change only if necessary; `posttrain_patch.json` records each change.
 
 The target "native" changes `config.json` only where loaders would go wrong: it removes `auto_map`, which requests the
-repository's code, and corrects a count of MTP layers that the weights lack. "deepseek_v32" renames the architecture to
-the alias under which stacks without `glm_moe_dsa` load the same weights, and gives the tokenizer transformers 4's class
-and key. Source: TensorRT-LLM's guide to GLM-5, section "Config modifications".
+repository's code, corrects a count of MTP layers that the weights lack, and adds keys that engines read elsewhere than
+transformers. "deepseek_v32" renames the architecture to the alias under which stacks without `glm_moe_dsa` load the
+same weights, and gives the tokenizer transformers 4's class and key. Source: TensorRT-LLM's guide to GLM-5, section
+"Config modifications".
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.checkpoint.formats.config_patch import PATCH_FILE, Change, apply_changes, write_patched
-from posttrain.checkpoint.formats.config_sections import CONFIG
+from posttrain.checkpoint.formats.config_sections import CONFIG, TEXT, keys_of_engines
 from posttrain.checkpoint.formats.hf_config import ALIAS_CLASS, ALIAS_TYPE, lost_mtp_layers
 from posttrain.checkpoint.formats.hf_layout import read_object
 from posttrain.checkpoint.formats.resaved_weights import Forms, published_forms, published_specs, write_shard_again
@@ -84,6 +85,11 @@ def _config_changes(model: Model, source: Path) -> list[Change]:
     for key, count in lost_mtp_layers(config, model.architecture, specs).items():
         log.warning("%s: %s is %r, and there is no MTP layer: the copy says 0", source, key, count)
         changes.append(Change("replace", f"/{key}", count, 0))
+    text = config.get(TEXT, {})
+    for key, value in keys_of_engines(model.architecture).items():
+        if text.get(key) is None:
+            log.warning("%s: %s has no %s: the copy says %r", source, TEXT, key, value)
+            changes.append(Change("replace" if key in text else "add", f"/{TEXT}/{key}", None, value))
     return [*changes, *(_alias_config(config) if model.patch.target == ALIAS_TYPE else [])]
 
 

@@ -17,6 +17,7 @@ from posttrain.config.schema import Config
 from posttrain.config.suites import check_pinned
 from posttrain.errors import ConfigError, Problem, raise_if_any
 from posttrain.plan.job_needs import SERVING, check_compared, check_served
+from posttrain.plan.preflight.image_processor import check_image_processor_of_source
 from posttrain.plan.preflight.lm_eval import find_lm_eval_problems
 from posttrain.plan.preflight.reward_tokens import check_reward_tokens
 from posttrain.plan.preflight.sandbox import find_missing_secret
@@ -91,7 +92,7 @@ def _check_secret(config: Config) -> Iterator[Problem]:
 def refuse_unfit(paths: Paths) -> None:
     """Raise a `ConfigError` if the run does not fit this hardware and site; a finished training is accepted."""
     if not paths.train_done.exists():
-        raise_if_any(find_problems(paths.resolved.config), hint=PAGE)
+        raise_if_any([*find_problems(paths.resolved.config), *check_image_processor_of_source(paths)], hint=PAGE)
 
 
 def refusal(workflow: Mapping[str, Any], config_dir: Path, config: Config, rules: Collection[str]) -> str:
