@@ -14,7 +14,7 @@ from posttrain_rehearsal.rank_subset import members
 
 # A few parameters on one node: rehearsed at every change, where the environment is there.
 FAST = ("qwen3_0.6b_1", "tiny_1")
-DEMOS = ("tiny_1", "tiny_qwen3_1")
+DEMOS = ("tiny_1", "tiny_qwen3_1", "tiny_qwen3.5_1", "tiny_qwen3.5_moe_1")
 RECIPES = sorted({path.stem for path in (ROOT / "config" / "nodes").glob("*.yaml")} | {*FAST, *DEMOS})
 # What recipes leave as it is: stages that interleave, and what is not recomputed layer by layer.
 OTHERS = {

@@ -60,6 +60,8 @@ SMALL = {
     ("moonlight", 1): (Parallel(4, 1, 1, 8, 1, 0), 1, 8),
     ("qwen3_30b_a3b", 2): (Parallel(4, 1, 1, 16, 1, 0), 8, 2),
     ("glm4.5_air", 4): (Parallel(4, 2, 1, 16, 1, 0), 8, 4),
+    ("qwen3.5_4b", 1): (Parallel(2, 1, 1, 1, 1, 0), 1, 8),
+    ("qwen3.5_35b_a3b", 2): (Parallel(2, 1, 1, 16, 1, 0), 1, 16),
 }
 # Models that can be planned: layout and layers per stage.
 PLANNED = {
