@@ -3,7 +3,7 @@ from collections import UserString
 from types import SimpleNamespace
 
 from posttrain.store.weight_formats import BF16, ENGINES, EXPORT, EXPORT_SERVING, SERVING, START
-from posttrain.config.derived import is_calibrated_here
+from posttrain.config.derived import is_calibrated_here, needs_untrained
 
 # Inputs of formats with activation scales: our receipt, or the user's files.
 CALIBRATED_BY = {
@@ -26,14 +26,14 @@ QUANTIZED = {
         },
     ),
     PATHS.rollout_start.name: SimpleNamespace(
-        parts=parts_of(PATHS.rollout_start, 1) if CFG.engine.mtp_steps else [],
+        parts=parts_of(PATHS.rollout_start, 1) if needs_untrained(CFG) else [],
         steps=START,
         source=PATHS.hf_patched,
         settings=json.dumps(recoding_settings(CFG, START.step)),
         calibration=[],
         title="FP8",
         more={
-            "quantize": f", of the layers that engines draft with{NEEDS.message('quantize start')}",
+            "quantize": f", of what the trainer does not send{NEEDS.message('quantize start')}",
             "finalize_quantized": f", for engines that begin empty{NEEDS.message('finalize_quantized start')}",
         },
     ),

@@ -17,7 +17,7 @@ ARCHES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 # name -> numbers from the kernel's tables (arch/x86/entry/syscalls/syscall_64.tbl, include/uapi/asm-generic/unistd.h)
 REFUSED = {"memfd_create": (319, 279), "ptrace": (101, 117), "shmget": (29, 194), "bpf": (321, 280), "mount": (165, 40)}
 ALLOWED = {"read": (0, 63), "execve": (59, 221), "mmap": (9, 222), "openat": (257, 56), "exit_group": (231, 94)}
-SOCKET, CLONE3 = (41, 198), 435
+SOCKET, CLONE3, PRLIMIT64 = (41, 198), 435, (302, 261)
 
 
 def verdict(machine: str, number: int, argument: int = 0, arch: int = 0) -> int:
@@ -47,6 +47,8 @@ def test_calls_are_refused_by_their_numbers(machine: str) -> None:
     families = {family: verdict(machine, SOCKET[column], family) for family in (1, 2, 10, 16, 17, 38, 40)}
     assert [family for family, found in families.items() if found == ALLOW] == [1, 2, 10]
     assert verdict(machine, CLONE3) == 0x50000 | errno.ENOSYS
+    limits = PRLIMIT64[column]
+    assert [verdict(machine, limits, pid) for pid in (0, 1, 2, 0xFFFFFFFF)] == [ALLOW, REFUSE, REFUSE, REFUSE]
 
 
 @pytest.mark.parametrize("machine", ARCHES)
@@ -60,7 +62,7 @@ def test_a_machine_without_a_table_has_no_filter() -> None:
 
 
 PROBE = """
-import ctypes, socket
+import ctypes, resource, socket
 libc = ctypes.CDLL(None, use_errno=True)
 print(libc.memfd_create(b"x", 0), ctypes.get_errno())
 print(libc.shmget(0, 4096, 0o1600), ctypes.get_errno())
@@ -70,6 +72,11 @@ for family in (socket.AF_UNIX, socket.AF_INET, socket.AF_VSOCK, socket.AF_NETLIN
         print("made")
     except OSError as error:
         print(error.errno)
+resource.setrlimit(resource.RLIMIT_NOFILE, (16, 16))
+try:
+    resource.prlimit(1, resource.RLIMIT_CPU, (1, 1))
+except PermissionError as error:
+    print(error.errno)
 """
 
 
@@ -77,4 +84,14 @@ for family in (socket.AF_UNIX, socket.AF_INET, socket.AF_VSOCK, socket.AF_NETLIN
 def test_the_kernel_reads_it_alike() -> None:
     words = run_sync(Program(PROBE), Limits()).stdout.decode().split()
     no_family = str(errno.EAFNOSUPPORT)
-    assert words == ["-1", str(errno.EPERM), "-1", str(errno.EPERM), "made", "made", no_family, no_family]
+    assert words == [
+        "-1",
+        str(errno.EPERM),
+        "-1",
+        str(errno.EPERM),
+        "made",
+        "made",
+        no_family,
+        no_family,
+        str(errno.EPERM),
+    ]

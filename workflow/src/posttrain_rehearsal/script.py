@@ -189,7 +189,7 @@ def _run_of(
     from posttrain.rl.training.mismatch import EngineComparison
     from posttrain.rl.training.run import TrainingRun
     from posttrain.rl.weight_sync.engine_layout import EngineShards
-    from posttrain.rl.weight_sync.publish import WeightPublisher, served_format
+    from posttrain.rl.weight_sync.publish import WeightPublisher, narrowed_names, served_format
     from posttrain_rehearsal import receivers, simulated_sleep
 
     everybody = weights_module.gather_plain
@@ -201,7 +201,7 @@ def _run_of(
     weights_module.gather_plain = those_there
     weights = HubWeights(policy.chunks, config.model.architecture)
     weights.leave_only(receivers.one_of_each_kind(weights.names))
-    values = ServedValues(weights, served_format(config))
+    values = ServedValues(weights, served_format(config), narrowed_names(config))
     has_engines, runner = uses_engines(config), asyncio.Runner()
     published = config
     if weight_transport(config) == "sharded":

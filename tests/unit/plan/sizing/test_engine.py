@@ -1,4 +1,5 @@
 import dataclasses
+from dataclasses import replace
 
 import pytest
 from tests.support.tiny_checkpoint import TINY_QWEN3, TINY_QWEN3_5
@@ -17,6 +18,7 @@ from posttrain.plan.sizing.engine import (
 from posttrain.plan.sizing.memory import GIB
 from posttrain.plan.sizing.model_size import mtp_weights, vision_weights
 from posttrain.plan.timing.decoding import DecodingGpus
+from posttrain.plan.timing.rollout_of_step import Workload, rollout_of_step
 
 
 def test_kv_cache_of_glm5_as_printed_by_a_server(resolved):
@@ -62,6 +64,20 @@ def test_a_delta_net_has_a_state_per_request_instead_of_a_cache(resolved):
     decoder = DecodingGpus(TINY_QWEN3_5, resolved("glm5").config.hardware, 1, "bf16", True)
     assert decoder.cache_bytes(100) - decoder.cache_bytes(50) == 50 * kv_bytes_per_token(TINY_QWEN3_5)
     assert decoder.cache_bytes(0) == 2 * state
+
+
+def test_states_cap_the_requests_that_run_at_once_and_a_rollout_goes_in_waves(resolved):
+    config = resolved("qwen3.5_4b").config
+    memory, arch = engine_memory(config), config.model.architecture
+    free = 0.35 * config.hardware.memory_gib_per_gpu - memory.weights_gib_per_gpu
+    assert memory.kv_gib_per_gpu == pytest.approx(free / 1.9)
+    assert memory.max_requests == int(free * 0.9 / 1.9 * GIB // state_bytes(arch)) // 5
+    assert engine_memory(resolved("qwen3_4b").config).max_requests is None
+    engines = config.engine.num_engines
+    work = Workload(memory.max_requests * engines, 100, 4096, 0.7)
+    once, twice = (rollout_of_step(config, replace(work, num_samples=n * work.num_samples)).seconds for n in (1, 2))
+    assert twice == pytest.approx(2 * once)
+    assert rollout_of_step(config, replace(work, num_samples=engines)).seconds < once
 
 
 def test_the_vision_tower_is_on_each_gpu_of_an_engine():

@@ -26,6 +26,26 @@ def test_a_nan_of_any_rank_is_found_before_anything_is_sent(tmp_path: Path) -> N
         assert told[f"largest {having}"] == [["1.0", "nan", "-inf"]] * 2, "not that of rank 0 alone"
 
 
+def test_what_engines_hold_in_bf16_is_rounded_for_the_trainers_pass_too() -> None:
+    name = "linear_attn.norm.weight"
+    config = test_config(TINY_QWEN3_5)
+    initialize_single_rank(config)
+    policy = build_policy(config)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.fill_(1 + 2**-12)
+    weights = HubWeights(policy.chunks, TINY_QWEN3_5)
+    narrow, wide = ServedValues(weights, None, (name,)), ServedValues(weights, None)
+    shards = [shard for shard in weights.shards if shard.hf_name.endswith(name)]
+    assert len(shards) == 2
+    for shard in shards:
+        assert narrow.differ(shard)
+        assert not wide.differ(shard)
+        assert (narrow.of(shard, {}).float() == 1).all()
+        assert (wide.of(shard, {}) > 1).all()
+        assert narrow.sent_specs[shard.hf_name].dtype == "BF16"
+
+
 def test_boxes_cover_every_tensor_once_convolutions_too() -> None:
     """A delta net's convolution has three axes, and is held in parts: of queries, keys and values."""
     config = test_config(TINY_QWEN3_5)

@@ -10,6 +10,7 @@ from itertools import accumulate
 from typing import Any
 
 from posttrain.config.calibration import CalibrationPass
+from posttrain.config.families import shared_experts_width
 from posttrain.config.schema import RECOMPUTED_MODULES, Config
 
 # Bytes that a rank sends per round from shard to shard. Two rounds at a time pass through host memory on every rank.
@@ -65,10 +66,15 @@ def recomputable_modules(config: Config) -> tuple[str, ...]:
         "mla_up_proj": arch.kv_lora_rank > 0,
         "moe_act": has_experts and config.hardware.device == "cuda",
         "mlp": not has_experts or arch.first_k_dense_replace > 0,
-        "shared_experts": has_experts and arch.n_shared_experts > 0,
+        "shared_experts": has_experts and shared_experts_width(arch) > 0,
         "moe": has_experts and not config.algorithm.routing_replay,
     }
     return tuple(module for module in RECOMPUTED_MODULES if has[module])
+
+
+def needs_untrained(config: Config) -> bool:
+    """Return whether engines need weights that the trainer does not send: a vision tower, MTP layers for drafts."""
+    return config.engine.mtp_steps > 0 or config.model.architecture.vision.depth > 0
 
 
 def recomputed_share(config: Config) -> float:

@@ -191,6 +191,11 @@ def num_indexers(arch: Architecture) -> int:
     return sum(chooses_keys(arch, layer) for layer in range(arch.num_hidden_layers))
 
 
+def shared_experts_width(arch: Architecture) -> int:
+    """Return the width of all shared experts of a layer together."""
+    return arch.shared_expert_intermediate_size or arch.n_shared_experts * arch.moe_intermediate_size
+
+
 def check_architecture(arch: Architecture) -> Iterator[Problem]:
     """Yield missing, unexpected and inconsistent dimensions."""
     yield from _check_size(arch)
@@ -319,6 +324,13 @@ def _check_delta_net(arch: Architecture) -> Iterator[Problem]:
     if keys and values % keys:
         allowed, remedy = f"a multiple of {keys} (linear_num_key_heads)", "take both from config.json"
         yield Problem("value-heads-share-keys", f"{PREFIX}.linear_num_value_heads", str(values), allowed, remedy)
+    interval, layers = arch.full_attention_interval, arch.num_hidden_layers
+    if interval and not 1 < interval <= layers:
+        remedy = "take both from config.json"
+        allowed = f"2 to {layers} (num_hidden_layers): each n-th layer attends, and the others do not"
+        yield Problem(
+            "no-delta-net-or-no-attention", f"{PREFIX}.full_attention_interval", str(interval), allowed, remedy
+        )
     if family_of(arch).mtp_prefix and arch.num_nextn_predict_layers > 1:
         value, remedy = str(arch.num_nextn_predict_layers), "take it from config.json"
         allowed = "0 or 1: several layers would share one projection and its norms"

@@ -1,11 +1,11 @@
-"""Rules of the learning rate, the balance of experts, and monitoring during training."""
+"""Rules of the learning rate, the balance of experts, the optimizer's place, and monitoring during training."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
 from posttrain.config.derived import lr_decay_steps, warmup_steps
-from posttrain.config.families import FAMILIES
+from posttrain.config.families import FAMILIES, family_of
 from posttrain.config.schema import Config
 from posttrain.errors import Problem
 
@@ -64,4 +64,21 @@ def _balance(config: Config) -> Problems:
         )
 
 
-OPTIMIZER_RULES: tuple[Callable[[Config], Problems], ...] = (_learning_rate, _balance, _profiled_steps)
+def _offload(config: Config) -> Problems:
+    hardware, trainer = config.hardware, config.trainer
+    if hardware.device == "cpu" and trainer.optimizer_cpu_offload:
+        remedy = "the state is in host memory already"
+        yield Problem("offload-on-cpu", "trainer.optimizer_cpu_offload", "true", "false on a CPU", remedy)
+    elif trainer.optimizer_cpu_offload and trainer.params_dtype == "fp32":
+        # Megatron Core 0.19 gives its offloading optimizer views of FP32 weights, which torch's optimizers refuse.
+        remedy = "set trainer.params_dtype=bf16, or trainer.optimizer_cpu_offload=false"
+        allowed = "bf16 where the optimizer's state is in host memory"
+        yield Problem("fp32-with-offload", "trainer.params_dtype", "fp32", allowed, remedy)
+    elif trainer.optimizer_cpu_offload and family_of(config.model.architecture).fp32_names:
+        # Nor does it take FP32 weights among BF16 ones: its views of them are no leaves, and a resume has no state.
+        value, allowed = f"true with {config.model.architecture.model_type}", "false: some of its weights are FP32"
+        remedy = "set trainer.optimizer_cpu_offload=false, or take more nodes"
+        yield Problem("fp32-weights-with-offload", "trainer.optimizer_cpu_offload", value, allowed, remedy)
+
+
+OPTIMIZER_RULES: tuple[Callable[[Config], Problems], ...] = (_learning_rate, _balance, _offload, _profiled_steps)

@@ -255,14 +255,6 @@ def _hardware(config: Config) -> Problems:
         remedy = "set trainer.deepep=false; tokens then go through Megatron's all-to-all"
         reason = f": {hardware.trainer_deepep_reason}" if hardware.trainer_deepep_reason else ""
         yield Problem("no-deepep", "trainer.deepep", "true", f"false on {hardware.name}{reason}", remedy)
-    if hardware.device == "cpu" and trainer.optimizer_cpu_offload:
-        remedy = "the state is in host memory already"
-        yield Problem("offload-on-cpu", "trainer.optimizer_cpu_offload", "true", "false on a CPU", remedy)
-    elif trainer.optimizer_cpu_offload and trainer.params_dtype == "fp32":
-        # Megatron Core 0.19 gives its offloading optimizer views of FP32 weights, which torch's optimizers refuse.
-        remedy = "set trainer.params_dtype=bf16, or trainer.optimizer_cpu_offload=false"
-        allowed = "bf16 where the optimizer's state is in host memory"
-        yield Problem("fp32-with-offload", "trainer.params_dtype", "fp32", allowed, remedy)
     if hardware.compute_capability and not re.fullmatch(r"\d+\.\d", hardware.compute_capability):
         allowed, remedy = "a number such as 9.0, or none", "`nvidia-smi --query-gpu=compute_cap --format=csv` tells it"
         yield Problem(
@@ -350,6 +342,8 @@ def _serving_rows(config: Config) -> Problems:
             "q_lora_rank": arch.q_lora_rank,
             "kv_lora_rank": arch.kv_lora_rank,
             "num_attention_heads": arch.num_attention_heads * value_dim,
+            "linear_num_value_heads": arch.linear_num_value_heads * arch.linear_value_head_dim,
+            "shared_expert_intermediate_size": arch.shared_expert_intermediate_size,
         }
     for name, width in widths.items():
         if width % group:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from posttrain.config.derived import needs_untrained
 from posttrain.config.schema import Config
 from posttrain.plan.sizing.evaluation import evaluates_fp8
 from posttrain.plan.sizing.storage import makes_fp8, starts_in_fp8
@@ -51,7 +52,7 @@ def rule_chain(config: Config, is_fork: bool = False) -> list[RuleNode]:
         "finalize_torch_dist": bool(config.download.torch_dist_folder),
         "quantize": not makes_fp8(config),
         "finalize_quantized": not makes_fp8(config),
-        "quantize start": not (starts_in_fp8(config) and config.engine.mtp_steps),
+        "quantize start": not (starts_in_fp8(config) and needs_untrained(config)),
         "finalize_quantized start": not starts_in_fp8(config),
         "quantize after": not evaluates_fp8(config),
         "finalize_quantized after": not evaluates_fp8(config),
@@ -83,8 +84,10 @@ def _rules_of_weights(config: Config) -> list[RuleNode]:
         RuleNode("finalize_torch_dist", joins, ("convert_hf_to_torch_dist",)),
         RuleNode("quantize", "quantises to FP8 in parts", patched, parts),
         RuleNode("finalize_quantized", joins, ("quantize",)),
-        RuleNode("quantize start", "quantises what engines draft with", patched),
-        RuleNode("finalize_quantized start", "config and tokenizer for empty engines", (*patched, "quantize start")),
+        RuleNode("quantize start", "quantises what the trainer does not send", patched),
+        RuleNode(
+            "finalize_quantized start", "joins it, config and tokenizer for empty engines", (*patched, "quantize start")
+        ),
         RuleNode("stage_to_node_local", "copies to the node's own disk, verified", ready, len(config.site.node_names)),
     ]
 

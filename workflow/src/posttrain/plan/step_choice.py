@@ -26,6 +26,7 @@ from itertools import chain, combinations, islice, product
 from typing import Any
 
 from posttrain.config.derived import recomputable_modules, stage_chunks
+from posttrain.config.families import family_of
 from posttrain.config.load import PLANNER, Chosen
 from posttrain.config.rules import check_consistency
 from posttrain.config.schema import Config, Trainer
@@ -170,6 +171,7 @@ def candidates(config: Config, free: set[str]) -> list[Candidate]:
 def _of_layout(layout: Config, free: set[str], served: EngineMemory) -> Iterator[Candidate]:
     is_cpu = layout.hardware.device == "cpu"
     is_free = OFFLOAD in free and not is_cpu and layout.trainer.params_dtype == "bf16"
+    is_free = is_free and not family_of(layout.model.architecture).fp32_names
     offloads = (False, True) if is_free else (layout.trainer.optimizer_cpu_offload,)
     for offload, recomputation in product(offloads, _recomputations(layout, free)):
         trainer = dataclasses.replace(layout.trainer, optimizer_cpu_offload=offload, **recomputation)

@@ -35,8 +35,8 @@ _AARCH64 = {
     *(105, 273, 104, 294, 142),
 }
 _MACHINES = {
-    "x86_64": (0xC000003E, 41, 435, _X86_64 | _NEWER),
-    "aarch64": (0xC00000B7, 198, 435, _AARCH64 | _NEWER),
+    "x86_64": (0xC000003E, 41, 435, 302, _X86_64 | _NEWER),
+    "aarch64": (0xC00000B7, 198, 435, 261, _AARCH64 | _NEWER),
 }
 _FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
 # Numbers from here on are the x32 calls of x86_64.
@@ -57,7 +57,7 @@ def seccomp_filter(machine: str = "") -> bytes:
     known = _MACHINES.get(machine or platform.machine())
     if known is None:
         return b""
-    arch, socket_number, clone3, refused = known
+    arch, socket_number, clone3, prlimit64, refused = known
     refuse = _instruction(_RETURN, _ERRNO | errno.EPERM)
     program = [
         _instruction(_LOAD, _ARCH),
@@ -69,6 +69,14 @@ def seccomp_filter(machine: str = "") -> bytes:
     ]
     for number in sorted(refused):
         program += [_instruction(_EQUAL, number, 0, 1), refuse]
+    # A process sets its own limits (pid 0), and those of no other: the sandbox's first one has to outlive them all.
+    program += [
+        _instruction(_EQUAL, prlimit64, 0, 4),
+        _instruction(_LOAD, _FIRST_ARGUMENT),
+        _instruction(_EQUAL, 0, 0, 1),
+        _instruction(_RETURN, _ALLOW),
+        refuse,
+    ]
     # The flags of clone3 lie in memory, where a filter cannot read them; glibc falls back to clone.
     program += [_instruction(_EQUAL, clone3, 0, 1), _instruction(_RETURN, _ERRNO | errno.ENOSYS)]
     program += [_instruction(_EQUAL, socket_number, 1, 0), _instruction(_RETURN, _ALLOW)]

@@ -109,7 +109,7 @@ class Paths:
 
     @property
     def rollout_start(self) -> Path:
-        """Files that FP8 engines load if they start without weights: config, tokenizer and draft layers."""
+        """Files that FP8 engines load if they start without weights: config, tokenizer and untrained parts."""
         return self._rollout_start(start_settings(self.resolved.config))
 
     @property

@@ -168,7 +168,8 @@ def receive(model: Any, buckets: list[list[list[Any]]], has_fp8_cache: bool) -> 
         failed = {**_told(error), "name": last}
     layers = model.config.num_hidden_layers
     unread = [name for name in names if name not in record.read]
-    drafted = {name for name in unread if (found := LAYER.match(name)) and int(found[1]) >= layers}
+    drafted = {name for name in unread if name.startswith("mtp.")}
+    drafted |= {name for name in unread if (found := LAYER.match(name)) and int(found[1]) >= layers}
     elsewhere = _of_other_ranks(model, record.read, unread)
     spared = [name for name in parameters if name.endswith(CACHE_SCALES) and not has_fp8_cache]
     written = {name: sum(math.prod(place[1]) for place in parts) for name, parts in record.parts.items()}

@@ -104,7 +104,7 @@ class Quantization:
         return self.format.selection.includes(hf_name, self._specs[hf_name].shape)
 
 
-class QuantizedDrafts(Quantization):
+class QuantizedUntrained(Quantization):
     """A `Quantization` of what the trainer does not send: MTP layers for engines that draft, and a vision tower.
 
     The folder's config is that of the whole checkpoint.
@@ -128,7 +128,7 @@ def open_recoding(source: Path, settings: Mapping[str, Any]) -> Recoding:
     """
     if settings["format"] == "bf16":
         return CastToBf16(source)
-    return QuantizedDrafts(source, settings) if "drafts" in settings else Quantization(source, settings)
+    return QuantizedUntrained(source, settings) if "drafts" in settings else Quantization(source, settings)
 
 
 def make_format(

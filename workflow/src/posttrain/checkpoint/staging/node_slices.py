@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 from posttrain.checkpoint.formats.torch_dist_reader import TorchDistReader
+from posttrain.checkpoint.param_names import KEY_MTP, KEY_VISION
 from posttrain.checkpoint.quantization.tiling import Chunk
 from posttrain.config.node_share import NodeShare
 from posttrain.store import Receipt
@@ -40,8 +41,8 @@ def is_needed(key: str, box: Chunk, share: NodeShare) -> bool:
         held = share.experts_of_layer.get(int(layer[1]))
         (first, *_), (count, *_) = box
         return held is not None and (layer[2] is None or not held.isdisjoint(range(first, first + count)))
-    # Multi-token prediction layers are not trained.
-    if key.startswith("mtp."):
+    # MTP layers and vision towers are not trained.
+    if key.startswith((KEY_MTP, KEY_VISION)):
         return False
     if key.startswith("embedding."):
         return share.has_embedding

@@ -16,5 +16,5 @@ def delta_net_environment(config: Config) -> list[Flag]:
     """Return the precision of a convolution's states, else BF16 (SGLang 0.5.23, `srt/configs/mamba_utils.py`)."""
     if not config.model.architecture.full_attention_interval or config.engine.dtype == "bfloat16":
         return []
-    reason = "states of a convolution are inputs of it, and have their precision"
+    reason = "the convolution's state holds its last inputs, in the engine's dtype"
     return [flag("SGLANG_MAMBA_CONV_DTYPE", config.engine.dtype, "engine.dtype", reason=reason)]

@@ -167,6 +167,9 @@ def _model_part(config: Config) -> dict[str, Any]:
 
 def _engine_part(config: Config, served: engine.EngineMemory) -> dict[str, Any]:
     part = dataclasses.asdict(served)
+    for of_role in filter(None, (part, part["prefill"])):
+        if of_role["max_requests"] is None:
+            del of_role["max_requests"]
     if part["prefill"]:
         del part["prefill"]["prefill"]
         pd = config.engine.pd

@@ -47,6 +47,7 @@ from functools import lru_cache
 from itertools import groupby
 
 from posttrain.config.derived import stage_chunks
+from posttrain.config.families import shared_experts_width
 from posttrain.config.schema import Architecture, Config, Parallel, Trainer
 from posttrain.plan.flags.indexer_kernel import FUSED as FUSED_INDEXER
 from posttrain.plan.flags.indexer_kernel import indexer_kernel
@@ -61,7 +62,6 @@ from posttrain.plan.sizing.activations import (
 from posttrain.plan.sizing.assumptions import Assumptions
 from posttrain.plan.sizing.attention_cuda import Attention, Layer
 from posttrain.plan.sizing.memory import BYTES, layer_kinds
-from posttrain.plan.sizing.model_size import shared_experts_width
 
 WORKSPACE_BYTES = 32 << 20
 GROUPED_STREAMS = 4

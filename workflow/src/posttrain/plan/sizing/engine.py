@@ -40,6 +40,8 @@ from posttrain.plan.sizing.model_size import model_weights, vision_weights
 REQUEST_TOKENS, SERVING_SHARE = 32768, 0.95
 # SGLang's default of `mamba_full_memory_ratio`: memory of states over memory of the cache.
 STATE_RATIO = 0.9
+# Slots of states that a running request takes beside a prefix cache (sglang 0.5.23, `kv_cache_configurator.py`).
+SLOTS_PER_REQUEST = 5
 # SGLang's pool is `mem_fraction_static` of the memory free before loading, minus the memory used by loading (sglang,
 # srt/mem_cache/kv_cache_configurator.py); neither is published for an engine of GLM-5.
 POOL_BOUND = (
@@ -68,6 +70,7 @@ class EngineMemory:
         kv_gib_per_gpu: Memory for the cache, from `mem_fraction_static`; None without a pool.
         kv_tokens_per_gpu: Tokens that fit into it; None without a pool.
         kv_tokens: Tokens that fit into the whole engine; None without a pool.
+        max_requests: Requests that the engine runs at once, for whose states there is memory; None without states.
         prefill: Memory of an engine that only prefills; None if every engine does both.
     """
 
@@ -77,6 +80,7 @@ class EngineMemory:
     kv_gib_per_gpu: float | None
     kv_tokens_per_gpu: int | None
     kv_tokens: int | None
+    max_requests: int | None = None
     prefill: EngineMemory | None = None
 
 
@@ -184,8 +188,11 @@ def _memory_of(config: Config, num_gpus: int) -> EngineMemory:
     if is_embedded:
         return EngineMemory(attention, weights, per_token, None, None, None)
     free = engine.mem_fraction_static * config.hardware.memory_gib_per_gpu - weights
-    if state_bytes(arch):
+    max_requests = None
+    if state := state_bytes(arch, spread):
         free /= 1 + STATE_RATIO
+        slots = int(max(free, 0) * STATE_RATIO * GIB // state)
+        max_requests = slots // SLOTS_PER_REQUEST * (num_gpus if attention == "data_parallel" else 1)
     tokens = kv_tokens(arch, free * GIB, spread)
     in_engine = tokens * num_gpus if attention == "data_parallel" else tokens
-    return EngineMemory(attention, weights, per_token, free, tokens, in_engine)
+    return EngineMemory(attention, weights, per_token, free, tokens, in_engine, max_requests)

@@ -6,11 +6,11 @@ import dataclasses
 
 from posttrain.config.engine import PrefillDecode
 from posttrain.config.engine_rules import check_cut
+from posttrain.config.families import shared_experts_width
 from posttrain.config.formats import FP8_BLOCK
 from posttrain.config.schema import Config
 from posttrain.plan.flags.sglang_flags import has_dp_attention, nodes_per_engine
 from posttrain.plan.sizing.engine import engine_memory
-from posttrain.plan.sizing.model_size import shared_experts_width
 
 # No evaluation serves a model on more nodes.
 MOST_NODES = 64

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 
 from posttrain.config.derived import room_for_engines, world_size
+from posttrain.config.families import family_of
 from posttrain.config.load import Chosen
 from posttrain.config.schema import Config
 from posttrain.errors import Problem
@@ -123,7 +124,8 @@ def requests_that_fit(config: Config, pinned: Mapping[str, int]) -> str:
 
 
 def _offloaded_requests(config: Config, fits: Callable[[Config], bool]) -> Iterator[str]:
-    if config.hardware.device == "cpu" or config.trainer.optimizer_cpu_offload:
+    has_fp32 = bool(family_of(config.model.architecture).fp32_names)
+    if config.hardware.device == "cpu" or config.trainer.optimizer_cpu_offload or has_fp32:
         return
     offloaded = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, optimizer_cpu_offload=True))
     flag = "trainer.optimizer_cpu_offload=true"

@@ -32,7 +32,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from posttrain.config.families import chooses_keys, family_of, is_delta_net
+from posttrain.config.families import chooses_keys, family_of, is_delta_net, shared_experts_width
 from posttrain.config.formats import FP8_BLOCK, NVFP4_GROUP
 from posttrain.config.schema import Architecture
 
@@ -182,11 +182,6 @@ def vision_weights(arch: Architecture) -> list[Weight]:
 def saved_weights(arch: Architecture) -> list[Weight]:
     """Return all weights of a checkpoint."""
     return [*model_weights(arch), *mtp_weights(arch), *vision_weights(arch)]
-
-
-def shared_experts_width(arch: Architecture) -> int:
-    """Return the width of all shared experts of a layer together."""
-    return arch.shared_expert_intermediate_size or arch.n_shared_experts * arch.moe_intermediate_size
 
 
 def count_parameters(weights: Iterable[Weight]) -> int:

@@ -26,7 +26,7 @@ from posttrain.plan.sizing.storage import storage
 from posttrain.plan.timing.async_simulation import AsyncSteps
 from posttrain.plan.timing.async_steps import EngineFleet, bound_seconds, busy_seconds, simulated_steps, steps_of
 from posttrain.plan.timing.decoding import Decoder
-from posttrain.plan.timing.rollout_of_step import engine_of, rollout_of, workload
+from posttrain.plan.timing.rollout_of_step import engine_of, rollout_of, running_requests, workload
 from posttrain.plan.timing.step_time import state_fits, sync_seconds, training_seconds, training_seconds_on
 
 STALENESS = (1, 4)
@@ -91,11 +91,10 @@ class NodeSplit:
 
     def fleet(self, steps: AsyncSteps | None = None) -> EngineFleet:
         """Return the engines, which draft if the rules allow it (`config.queue_rules`); None: synchronous."""
-        engine, gpus = self.config.engine, engine_of(self.config)
+        gpus, most = engine_of(self.config), running_requests(self.config)
         drafts = 0 if steps and steps.on_new_weights in HOLDING else gpus.num_drafts
-        return EngineFleet(
-            replace(gpus, num_drafts=drafts), engine.num_engines, engine.max_running_requests, self.decoders[drafts]
-        )
+        num_engines = self.config.engine.num_engines
+        return EngineFleet(replace(gpus, num_drafts=drafts), num_engines, most, self.decoders[drafts])
 
     def steps(self, max_staleness: int, tail_fraction: float = 0.0) -> AsyncSteps:
         """Return what a step does."""

@@ -16,7 +16,7 @@ from posttrain.config.schema import Config
 from posttrain.plan.timing.async_simulation import AsyncSteps, SharedEngines, SimulatedSteps, simulate
 from posttrain.plan.timing.decoding import Decoder, DecodingGpus, prefill_seconds
 from posttrain.plan.timing.rates import MOST_SPECULATION_GAIN
-from posttrain.plan.timing.rollout_of_step import Workload, engine_of, workload
+from posttrain.plan.timing.rollout_of_step import Workload, engine_of, running_requests, workload
 from posttrain.trajectory_queue import groups_of_tail
 
 # A tail of a simulated step may be longer by this share than the run's.
@@ -49,8 +49,8 @@ class EngineFleet:
     @staticmethod
     def of(config: Config) -> EngineFleet:
         """Return a configuration's engines."""
-        engine = engine_of(config)
-        return EngineFleet(engine, config.engine.num_engines, config.engine.max_running_requests, Decoder(engine))
+        engine, most = engine_of(config), running_requests(config)
+        return EngineFleet(engine, config.engine.num_engines, most, Decoder(engine))
 
     @property
     def places(self) -> int:

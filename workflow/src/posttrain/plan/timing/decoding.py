@@ -228,7 +228,8 @@ class Decoder:
         queries = drafts + 1
         cache = self.engine.cache_bytes(context, queries)
         step = self._pass(arch.num_hidden_layers, self.weights, num_requests, queries, cache)
-        draft = self._pass(1, self.draft_weights, num_requests, 1, cache / arch.num_hidden_layers) if drafts else 0.0
+        of_draft = (cache - self.engine.cache_bytes(0, queries)) / num_attention_layers(arch)
+        draft = self._pass(1, self.draft_weights, num_requests, 1, of_draft) if drafts else 0.0
         return (step + drafts * draft) / accepted_tokens(drafts)
 
     def _pass(

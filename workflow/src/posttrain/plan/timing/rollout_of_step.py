@@ -6,12 +6,13 @@ Sources: `decoding` for one engine; a response's mean length and a prompt's leng
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from posttrain.config.derived import prefill_gpus, rollout_samples_per_step, uses_engines
 from posttrain.config.schema import Config
 from posttrain.config.suites import eval_tasks_of
 from posttrain.plan.flags.sglang_flags import has_dp_attention
+from posttrain.plan.sizing.engine import engine_memory
 from posttrain.plan.timing.decoding import DecodingGpus, RolloutTime, rollout_time
 from posttrain.plan.timing.rates import MEAN_RESPONSE_SHARE, PROMPT_TOKENS
 
@@ -74,7 +75,18 @@ def rollout_of_step(config: Config, work: Workload) -> RolloutTime:
     """Return the duration of a step's rollout; 0 for given responses."""
     if not uses_engines(config):
         return RolloutTime(0.0, 1.0)
-    return rollout_of(engine_of(config), config.engine.num_engines, work)
+    # Requests that wait for states begin in waves.
+    most = engine_memory(config).max_requests
+    waves = max(work.num_samples / config.engine.num_engines / max(most, 1), 1.0) if most is not None else 1.0
+    at_once = replace(work, num_samples=math.ceil(work.num_samples / waves))
+    time = rollout_of(engine_of(config), config.engine.num_engines, at_once)
+    return replace(time, seconds=time.seconds * waves)
+
+
+def running_requests(config: Config) -> int:
+    """Return the requests that an engine runs at once: at most those for whose states there is memory."""
+    most = engine_memory(config).max_requests
+    return config.engine.max_running_requests if most is None else min(most, config.engine.max_running_requests)
 
 
 def evaluation_seconds(config: Config) -> float:

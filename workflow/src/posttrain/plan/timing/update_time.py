@@ -35,11 +35,11 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from posttrain.config.families import family_of, num_attention_layers, num_indexers
+from posttrain.config.families import family_of, num_attention_layers, num_indexers, shared_experts_width
 from posttrain.config.schema import Architecture, Hardware
 from posttrain.plan.sizing.assumptions import ASSUMPTIONS
 from posttrain.plan.sizing.flops import delta_net_channels, head_widths, sequence_flops
-from posttrain.plan.sizing.model_size import decoder_weights, shared_experts_width
+from posttrain.plan.sizing.model_size import decoder_weights
 from posttrain.plan.timing import attainable
 from posttrain.plan.timing.delta_net import delta_rule_seconds
 from posttrain.plan.timing.fitted import IDEAL, Fitted

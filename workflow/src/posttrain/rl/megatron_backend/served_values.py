@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple, TypeVar
 
@@ -59,10 +60,15 @@ class ServedValues:
     Args:
         weights: The trainer's weights under Hub names.
         served: The format that engines serve; None for the Hub's own precision.
+        narrowed: Ends of the names that engines hold in BF16 although the Hub has them in FP32.
     """
 
-    def __init__(self, weights: HubWeights, served: Fp8Format | None):
-        self._weights, self._served, self._specs = weights, served, weights.specs
+    def __init__(self, weights: HubWeights, served: Fp8Format | None, narrowed: tuple[str, ...] = ()):
+        self._weights, self._served = weights, served
+        self._specs = {
+            name: replace(spec, dtype="BF16") if narrowed and name.endswith(narrowed) else spec
+            for name, spec in weights.specs.items()
+        }
         self.shards = weights.shards
         mine = dict.fromkeys(shard.hf_name for shard in self.shards if self._shares_scales(shard))
         self._agreed_on = sorted({name for names in gather_plain([*mine]) for name in names})

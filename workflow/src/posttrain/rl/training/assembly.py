@@ -44,7 +44,7 @@ from posttrain.rl.training.saved_state import CheckpointToLoad, SavedState
 from posttrain.rl.training.step_evaluation import StepEvaluation
 from posttrain.rl.weight_sync.engine_layout import EngineShards
 from posttrain.rl.weight_sync.proof import WeightProof
-from posttrain.rl.weight_sync.publish import WeightPublisher, served_format
+from posttrain.rl.weight_sync.publish import WeightPublisher, narrowed_names, served_format
 from posttrain.types import Prompt
 
 
@@ -94,7 +94,8 @@ def open_run(
                 config, model_folder, eval_folders, read_prompts, client, store, run_folder, runner, stack
             )
             sinks = stack.enter_context(_sinks_of(config, run_folder, run_name, to_load))
-        values = ServedValues(HubWeights(policy.chunks, config.model.architecture), served_format(config))
+        weights = HubWeights(policy.chunks, config.model.architecture)
+        values = ServedValues(weights, served_format(config), narrowed_names(config))
         shards = EngineShards(values, client, runner)
         yield TrainingRun(
             config=config,

@@ -197,6 +197,16 @@ def untrained(
     return ((name, checkpoint.tensor(name)) for name in (*of_drafts * drafts, *of_vision))
 
 
+def narrowed_names(config: Config) -> tuple[str, ...]:
+    """Return the ends of the names of FP32 weights that engines hold in BF16.
+
+    SGLang 0.5.23 makes the gated norm of a delta net in the model's dtype, and its decay in FP32
+    (`models/qwen3_5.py`, `RMSNormGated`).
+    """
+    is_narrow = config.engine.kind == "sglang" and config.engine.dtype == "bfloat16"
+    return ("linear_attn.norm.weight",) if is_narrow else ()
+
+
 def served_format(config: Config) -> Fp8Format | None:
     """Return the quantized format that engines serve during training; None for the Hub's own."""
     return make_fp8(fp8_settings(config), config.model.architecture.num_hidden_layers) if config.rollout.fp8 else None

@@ -95,7 +95,7 @@ class ShardedTransfer:
 
         Args:
             version: The version that engines report with each response from now on.
-            besides: Tensors sent over HTTP in the same update, on rank 0: layers that only draft.
+            besides: Tensors sent over HTTP in the same update, on rank 0: vision tower, MTP layers.
             begin_digests: Returns the digest accumulator for this update; collective.
 
         Returns:
