@@ -4,7 +4,7 @@ Our layer joins the projections of each key head, so that tensor parallelism spl
 heads per key head, and widths K of a key and V of a value head,
 
     in_proj.weight  [G (2 K + 2 r V + 2 r), H]    key head g: K query rows, K key rows, r V value rows, r V rows of the
-                                                  output gate, r rows of the write strength, r rows of the decay
+                                                  output gate, r rows of beta, r rows of the decay
     conv1d.weight   [G (2 K + r V), 1, taps]      key head g: K query, K key, r V value channels
 
 The Hub joins queries, keys and values of all heads (`in_proj_qkv`, `conv1d`), in this order.

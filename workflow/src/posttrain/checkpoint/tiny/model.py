@@ -124,7 +124,7 @@ def config_json(architecture: Architecture, known: Vocabulary = DIGITS) -> dict[
     stops, dims = stop_token_ids(known), dimensions(architecture)
     if has_sections(architecture):
         own = {"eos_token_id": stops, "pad_token_id": stops[0], "initializer_range": INITIALIZER_RANGE}
-        return hub_config(architecture, {**_told_values(architecture), **own})
+        return hub_config(architecture, {**_published_values(architecture), **own})
     rope = {"rope_theta": dims.pop("rope_theta"), "rope_type": "default"}
     content = {
         "architectures": [family_of(architecture).hub_class],
@@ -157,7 +157,7 @@ def config_json(architecture: Architecture, known: Vocabulary = DIGITS) -> dict[
     return dict(sorted(content.items()))
 
 
-def _told_values(architecture: Architecture) -> dict[str, Any]:
+def _published_values(architecture: Architecture) -> dict[str, Any]:
     """Return the fixed values that published files of the family say."""
     told = ("attention_bias", "attn_output_gate", "hidden_act", "layer_types", "mamba_ssm_dtype")
     fixed = fixed_values(architecture)

@@ -144,7 +144,7 @@ def _attention_and_mlp(config: Config) -> list[Flag]:
         *(_latent_attention(config) if config.model.architecture.kv_lora_rank else _grouped_attention(config)),
         *(_delta_nets(config) if config.model.architecture.full_attention_interval else []),
         flag("normalization", "RMSNorm", reason=FAMILY),
-        *_centres_of_norms(config),
+        *_zero_centered_norms(config),
         flag("gated_linear_unit", True, reason=FAMILY),
         flag("activation_func", "silu", reason=FAMILY),
         flag("add_bias_linear", False, reason=FAMILY),
@@ -213,7 +213,7 @@ def _delta_nets(config: Config) -> list[Flag]:
     ]
 
 
-def _centres_of_norms(config: Config) -> list[Flag]:
+def _zero_centered_norms(config: Config) -> list[Flag]:
     """Return whether the weight of a norm is its distance from 1."""
     if not family_of(config.model.architecture).zero_centered_norms:
         return []

@@ -7,7 +7,7 @@ One decoder layer holds, depending on the family (`posttrain.config.families`),
     attention (MLA)   q_a [q_rank, H], its norm, q_b [N (nope + rope), q_rank], or one q [N (nope + rope), H],
                       kv_a [kv_rank + rope, H], its norm, kv_b [N (nope + v), kv_rank], o [H, N v]
     or (GQA)          q [N D, H], k and v [G D, H], with or without biases, o [H, N D], norms of query and key [D]
-    or delta net      qkv [2 G_l D_k + N_l D_v, H], gate [N_l D_v, H], strength and decay [N_l, H], convolution,
+    or delta net      qkv [2 G_l D_k + N_l D_v, H], gate [N_l D_v, H], beta and decay [N_l, H], convolution,
                       decay and bias per head, o [H, N_l D_v], norm of D_v; attention then has a gate [N D, H], too
     indexer (DSA)     wq_b [heads dim, q_rank], wk [dim, H], LayerNorm of the key (weight, bias),
                       weights_proj [heads, H]; if layers share a selection, only in the selecting layers

@@ -100,12 +100,12 @@ class Chunks:
 
     Args:
         segment: Which tokens.
-        row: Queries, keys, values, log decays and rates of the row, as in `gated_delta_rule`.
+        row: Queries, keys, values, log decays and betas of the row, as in `gated_delta_rule`.
         dtype: Of the computation.
     """
 
     def __init__(self, segment: Segment, row: Sequence[torch.Tensor], dtype: torch.dtype):
-        query, key, value, decay, rate = row
+        query, key, value, decay, beta = row
         self.repeats = value.shape[1] // key.shape[1]
         self.scale = key.shape[-1] ** -0.5
         (self.query, self.query_size), (self.key, self.key_size) = (
@@ -114,7 +114,7 @@ class Chunks:
         self.query = self.query * self.scale
         self.value = self.grouped(segment.take(value, dtype))
         is_token = segment.is_token[:, None, None].to(dtype)
-        self.rate = self.grouped(segment.take(rate, dtype)) * is_token
+        self.beta = self.grouped(segment.take(beta, dtype)) * is_token
         self.sums = (self.grouped(segment.take(decay, dtype)) * is_token).cumsum(-1)
 
     def grouped(self, heads: torch.Tensor) -> torch.Tensor:
@@ -155,14 +155,14 @@ class Chunks:
     @cached_property
     def inverse(self) -> torch.Tensor:
         """(1 + A)^-1, [n, G, R, C, C]."""
-        system = self.keys_by_keys * self.rate.unsqueeze(-1)
+        system = self.keys_by_keys * self.beta.unsqueeze(-1)
         one = torch.eye(CHUNK, dtype=system.dtype, device=system.device).expand_as(system)
         return torch.linalg.solve_triangular(system, one, upper=False, unitriangular=True)
 
     def news(self, step: slice, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return exp(c) k S and V of a step, both [m, G, R, C, D_v], from the state [m, G, R, D_k, D_v] before it."""
         known = self.decay[step] * (self.key[step] @ state)
-        return known, self.inverse[step] @ (self.rate[step].unsqueeze(-1) * (self.value[step] - known))
+        return known, self.inverse[step] @ (self.beta[step].unsqueeze(-1) * (self.value[step] - known))
 
     def after(self, step: slice, state: torch.Tensor, news: torch.Tensor) -> torch.Tensor:
         """Return the state after a step."""
@@ -207,7 +207,7 @@ class ChunkedRule(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of queries, keys, values, decays and rates."""
+        """Return the gradients of queries, keys, values, decays and betas."""
         row, (grad,) = ctx.saved_tensors, grads
         results = [torch.empty(part.shape, dtype=part.dtype, device=part.device) for part in row]
         segments = segments_of(ctx.lengths)
@@ -255,7 +255,7 @@ class _SegmentGradient:
         is_token = segment.is_token[:, None, None, :, None].to(chunks.value.dtype)
         self.grad = chunks.grouped(segment.take(grad, chunks.value.dtype)) * is_token
         self.query, self.key = torch.zeros_like(chunks.query), torch.zeros_like(chunks.key)
-        self.value, self.rate = torch.zeros_like(chunks.value), torch.zeros_like(chunks.rate)
+        self.value, self.beta = torch.zeros_like(chunks.value), torch.zeros_like(chunks.beta)
         # Of log decays: of whole chunks, from the start to a token, and from a token to the end.
         self.decay, self.since_start, self.until_end = (torch.zeros_like(chunks.sums) for _ in range(3))
         self.inner = torch.empty_like(chunks.inverse)  # of P
@@ -290,16 +290,16 @@ class _SegmentGradient:
     ) -> torch.Tensor:
         """Add a step's gradients; returns that of the state before it from that of the state `behind` it."""
         chunks, grad = self.chunks, self.grad[step]
-        query, key, rate = chunks.query[step], chunks.key[step], chunks.rate[step].unsqueeze(-1)
+        query, key, beta = chunks.query[step], chunks.key[step], chunks.beta[step].unsqueeze(-1)
         kept = chunks.rest[step] * (key @ behind)
         grad_news = chunks.queries_by_keys[step].mT @ grad + kept
         solved = chunks.inverse[step].mT @ grad_news
-        of_known = -chunks.decay[step] * rate * solved
+        of_known = -chunks.decay[step] * beta * solved
         decayed = chunks.decay[step] * grad
         self.inner[step] = grad @ news.mT
         self.system[step] = -solved @ news.mT
-        self.value[step] = rate * solved
-        self.rate[step] = (solved * (chunks.value[step] - known)).sum(-1)
+        self.value[step] = beta * solved
+        self.beta[step] = (solved * (chunks.value[step] - known)).sum(-1)
         of_query, of_key = decayed @ state.mT, of_known @ state.mT + (chunks.rest[step] * news) @ behind.mT
         self.query[step], self.key[step] = of_query.sum(2, keepdim=True), of_key.sum(2, keepdim=True)
         total = chunks.total[step][..., 0, 0] * (state * behind).sum((-1, -2))
@@ -309,20 +309,20 @@ class _SegmentGradient:
         return chunks.total[step] * behind + query.mT @ decayed + key.mT @ of_known
 
     def of_inputs(self) -> tuple[torch.Tensor, ...]:
-        """Return the gradients of queries, keys, values, decays and rates, [n, heads, C, ...]."""
+        """Return the gradients of queries, keys, values, decays and betas, [n, heads, C, ...]."""
         chunks = self.chunks
-        rate, system = chunks.rate.unsqueeze(-1), self.system.tril_(-1)
-        of_rate = system * chunks.keys_by_keys
-        self.rate += of_rate.sum(-1)
-        between = of_rate.mul_(rate).addcmul_(self.inner, chunks.queries_by_keys)
-        of_products = system.mul_(rate).mul_(chunks.between).sum(2, keepdim=True)
+        beta, system = chunks.beta.unsqueeze(-1), self.system.tril_(-1)
+        of_beta = system * chunks.keys_by_keys
+        self.beta += of_beta.sum(-1)
+        between = of_beta.mul_(beta).addcmul_(self.inner, chunks.queries_by_keys)
+        of_products = system.mul_(beta).mul_(chunks.between).sum(2, keepdim=True)
         of_inner = self.inner.mul_(chunks.between).sum(2, keepdim=True)
         of_query = self.query + of_inner @ chunks.key
         of_key = self.key + of_inner.mT @ chunks.query + (of_products + of_products.mT) @ chunks.key
         query = _through_norm(of_query * chunks.scale, chunks.query / chunks.scale, chunks.query_size)
         key = _through_norm(of_key, chunks.key, chunks.key_size)
         decay = self._of_decay(between)
-        return tuple(part.flatten(1, 2) for part in (query, key, self.value, decay, self.rate))
+        return tuple(part.flatten(1, 2) for part in (query, key, self.value, decay, self.beta))
 
     def _of_decay(self, between: torch.Tensor) -> torch.Tensor:
         """Return the gradient of the log decays, [n, G, R, C].

@@ -1,6 +1,6 @@
 """The gated delta rule on a packed row: a linear attention whose memory has the size of one matrix per head.
 
-With S_0 = 0 at the start of each sequence, a token with query q, key k, value v, log decay g <= 0 and rate b makes
+With S_0 = 0 at the start of each sequence, a token with query q, key k, value v, log decay g <= 0 and beta b makes
 
     S_t = exp(g) S_{t-1} + k (b (v - exp(g) S_{t-1}^T k))^T          S: [D_k, D_v]
     o_t = S_t^T q / sqrt(D_k)
@@ -26,7 +26,7 @@ def gated_delta_rule(
     key: torch.Tensor,
     value: torch.Tensor,
     decay: torch.Tensor,
-    rate: torch.Tensor,
+    beta: torch.Tensor,
     cu_seqlens: torch.Tensor,
 ) -> torch.Tensor:
     """Return the outputs [T, N, D_v] of a packed row; computed in FP32.
@@ -36,18 +36,18 @@ def gated_delta_rule(
         key: [T, G, D_k], not normalised.
         value: [T, N, D_v].
         decay: [T, N] fp32, logarithm of the decay.
-        rate: [T, N], from 0 to 1.
+        beta: [T, N], from 0 to 1.
         cu_seqlens: [number of sequences + 1] int32, their starts and the end of the last.
 
     Raises:
         RuntimeError: The tensors are on a GPU, and fla-core is missing.
     """
     if value.is_cuda:
-        batch = (part.unsqueeze(0) for part in (query, key, value, decay, rate))
+        batch = (part.unsqueeze(0) for part in (query, key, value, decay, beta))
         output, _ = load_kernel()(*batch, use_qk_l2norm_in_kernel=True, cu_seqlens=cu_seqlens)
         return output.squeeze(0)
     lengths = tuple(cu_seqlens.diff().tolist())
-    result: torch.Tensor = ChunkedRule.apply(query, key, value, decay, rate, lengths)
+    result: torch.Tensor = ChunkedRule.apply(query, key, value, decay, beta, lengths)
     return result
 
 

@@ -5,7 +5,7 @@ its projection by kind. Here the projection is ordered by key head, as `linear_q
 of rows gives each tensor- or context-parallel rank whole heads. With R value heads of each key head, the rows of a key
 head are
 
-    in_proj.weight    D_k query, D_k key, R D_v value, R D_v gate, R rate, R decay
+    in_proj.weight    D_k query, D_k key, R D_v value, R D_v gate, R beta, R decay
     conv1d.weight     D_k query, D_k key, R D_v value
 
 Letters: T tokens of the row; G key heads and N value heads of this rank; D_k and D_v widths of a head.
@@ -129,7 +129,7 @@ class GatedDeltaNet(MegatronModule):
     def _mix(self, heads: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
         """Return [T, N D_v] of a row's key heads [T, G, rows of a key head]."""
         key_width, value_width = self.config.linear_key_head_dim, self.config.linear_value_head_dim
-        mixed, gate, rate, decay = heads.split(self.head_sizes, dim=-1)
+        mixed, gate, beta, decay = heads.split(self.head_sizes, dim=-1)
         rank, num_key_heads = parallel_state.get_context_parallel_rank(), heads.shape[1]
         first = rank * num_key_heads * self.head_sizes[0]
         positions = own_positions(cu_seqlens, len(heads), 0, 1)
@@ -140,7 +140,7 @@ class GatedDeltaNet(MegatronModule):
         # BF16 exponentials would be off by a hundredth.
         speed = self.A_log[own].float().exp()
         decay = -speed * F.softplus(decay.flatten(1).float() + self.dt_bias[own])
-        output = gated_delta_rule(query, key, value, decay, rate.flatten(1).sigmoid(), cu_seqlens)
+        output = gated_delta_rule(query, key, value, decay, beta.flatten(1).sigmoid(), cu_seqlens)
         return self.out_norm(output, gate.reshape(output.shape)).flatten(1)
 
     def sharded_state_dict(
