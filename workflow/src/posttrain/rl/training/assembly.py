@@ -94,8 +94,7 @@ def open_run(
                 config, model_folder, eval_folders, read_prompts, client, store, run_folder, runner, stack
             )
             sinks = stack.enter_context(_sinks_of(config, run_folder, run_name, to_load))
-        weights = HubWeights(policy.chunks, config.model.architecture)
-        values = ServedValues(weights, served_format(config), narrowed_names(config))
+        values = _values_of(config, policy)
         shards = EngineShards(values, client, runner)
         yield TrainingRun(
             config=config,
@@ -118,6 +117,11 @@ def _open_loop(config: Config, stack: ExitStack) -> EventLoop:
     It runs in a thread if engines generate, or graders work for a later step, while the trainer trains.
     """
     return stack.enter_context(LoopThread()) if is_off_policy(config) else stack.enter_context(asyncio.Runner())
+
+
+def _values_of(config: Config, policy: Policy) -> ServedValues:
+    weights = HubWeights(policy.chunks, config.model.architecture)
+    return ServedValues(weights, served_format(config), narrowed_names(config))
 
 
 def _source_of(
