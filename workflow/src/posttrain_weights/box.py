@@ -36,9 +36,9 @@ def box_at(corner: Sequence[int], shape: Sequence[int]) -> Box:
     """Return the box of a part of a tensor, whose dimensions but the last are rows.
 
     Args:
-        corner: Its first index in the tensor.
+        corner: Its first index in the tensor; of a row alone, its row and column.
         shape: Its own; of a tensor with more than two dimensions, all but the first are whole.
     """
     assert not any(corner[1:-1]), f"a part that begins at {corner} is no block of rows"
-    row = corner[0] * math.prod(shape[1:-1]) if len(shape) > 1 else 0
+    row = corner[0] * math.prod(shape[1:-1]) if len(corner) > 1 else 0
     return whole_box(shape)._replace(row=row, column=corner[-1] if corner else 0)
