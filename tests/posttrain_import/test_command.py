@@ -193,7 +193,7 @@ def test_a_configuration_that_is_refused_is_written_and_told(tmp_path: Path) -> 
         (b"# as before\ntrl grpo --learning_rate 1e-6", (), "TRL's settings are not read"),
         (b"python3 train.py --loss-type sft_loss --lr 1e-6", (), "begin with recipe=sft"),
         (b"python3 train.py --lr 1e-6", (), "say which with model=NAME"),
-        (b"python3 train.py --lr 1e-6 --hf-checkpoint /x/Qwen3-5B", (), "did you mean 'qwen3_4b'?"),
+        (b"python3 train.py --lr 1e-6 --hf-checkpoint /x/Qwen3-5B", (), "did you mean 'qwen3.5_4b'?"),
         (b"python3 train.py --lr 1e-6", ("model=tyni",), "did you mean 'tiny'?"),
         (b"python3 train.py --lr 1e-6", ("model=qwen3_4b", "nodse=2"), "did you mean 'nodes'?"),
     ],

@@ -87,7 +87,7 @@ def test_the_checkpoint_names_a_model(folder: str, model: str) -> None:
 @pytest.mark.parametrize(
     ("script", "value", "remedy"),
     [
-        (named("/x/Qwen3-5B"), "'Qwen3-5B' (run.sh:7)", "beside the script: did you mean 'qwen3_4b'?"),
+        (named("/x/Qwen3-5B"), "'Qwen3-5B' (run.sh:7)", "beside the script: did you mean 'qwen3.5_4b'?"),
         (named("/x/Zzzzzz"), "'Zzzzzz' (run.sh:7)", "beside the script"),
         (named(), "not given", "beside the script"),
         (named(""), "not given", "beside the script"),
