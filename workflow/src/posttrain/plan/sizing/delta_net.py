@@ -8,7 +8,9 @@ V = N_l D_v widths of values, N_l value heads, W = C + V + 2 N_l the joined proj
       in torch                    a state 4 N_l D_k D_v of each 8 chunks of 64 tokens
       of fla-core's kernels       p t 64 N_l of the products inside chunks
     a forward pass alone          p t W, p t C, the values copied to be contiguous, the gate likewise, the rule's output
-                                  and what is normed, p t V each; inside the gated norm 16 t V in FP32
+                                  and what is normed, p t V each; inside the gated norm 16 t V in FP32; or inside the
+                                  rule normed queries and keys, the state's keys N_l D_k, three times V, products of a
+                                  chunk 64 (4 + p) N_l, and the states
     differentiated, besides       inside the gated norm 32 t V in FP32; or inside the rule a state p N_l D_k D_v of each
                                   chunk and its gradient, and those of W, C and V
 
@@ -56,6 +58,7 @@ class DeltaNet:
         self._row, self._heads = row, arch.linear_num_value_heads / row.tp
         self._channels, self._values = delta_net_channels(arch) / row.tp, self._heads * arch.linear_value_head_dim
         self._joined = self._channels + self._values + 2 * self._heads
+        self._keys = self._heads * arch.linear_key_head_dim
         self._state = self._heads * arch.linear_key_head_dim * arch.linear_value_head_dim
 
     def kept_in_torch(self) -> float:
@@ -67,9 +70,12 @@ class DeltaNet:
         return self._kept() + self._row.p * self._row.t * CHUNK * self._heads
 
     def forward(self) -> float:
-        """Return what a pass holds that keeps nothing, where it is most: inside the gated norm."""
-        widths = self._joined + self._channels + 4 * self._values
-        return self._row.p * self._row.t * widths + 4 * FP32 * self._row.t * self._values
+        """Return what a pass holds that keeps nothing, where it is most: inside the gated norm or the rule."""
+        row, given = self._row, self._joined + self._channels
+        inside_norm = row.p * row.t * (given + 4 * self._values) + 4 * FP32 * row.t * self._values
+        widths = given + self._channels - self._values + self._keys + 3 * self._values
+        inside_rule = row.p * row.t * widths + (row.p + FP32) * row.t * CHUNK * self._heads + self._states()
+        return max(inside_norm, inside_rule)
 
     def gradients(self) -> float:
         """Return what the backward pass holds besides what was kept."""
