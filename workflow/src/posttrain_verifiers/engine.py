@@ -26,7 +26,7 @@ NEUTRAL = {"n": 1}
 
 
 class TokenEndpoint:
-    """Stands in front of an engine.
+    """A proxy for an engine.
 
     Args:
         address: Of the engine, "http://host:port".

@@ -88,6 +88,16 @@ class Family:
         return self.hub_class.replace("ForConditionalGeneration", "ForCausalLM")
 
 
+_QWEN3_5 = functools.partial(
+    Family,
+    may=("tie_word_embeddings", "num_nextn_predict_layers", "vision"),
+    always_qk_norm=True,
+    zero_centered_norms=True,
+    gated_attention=True,
+    text_prefix="model.language_model.",
+    mtp_prefix="mtp.",
+    fp32_names=("linear_attn.A_log", "linear_attn.norm."),
+)
 FAMILIES = {
     "glm_moe_dsa": Family(
         "GlmMoeDsaForCausalLM",
@@ -115,27 +125,9 @@ FAMILIES = {
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM", (*_MLP, *_GQA, *_EXPERTS), ("tie_word_embeddings",), always_qk_norm=True
     ),
-    "qwen3_5": Family(
-        "Qwen3_5ForConditionalGeneration",
-        (*_MLP, *_GQA, *_DELTA_NET),
-        ("tie_word_embeddings", "num_nextn_predict_layers", "vision"),
-        always_qk_norm=True,
-        zero_centered_norms=True,
-        gated_attention=True,
-        text_prefix="model.language_model.",
-        mtp_prefix="mtp.",
-        fp32_names=("linear_attn.A_log", "linear_attn.norm."),
-    ),
-    "qwen3_5_moe": Family(
-        "Qwen3_5MoeForConditionalGeneration",
-        (*_GQA, *_DELTA_NET, *_EXPERTS, "shared_expert_intermediate_size"),
-        ("tie_word_embeddings", "num_nextn_predict_layers", "vision"),
-        always_qk_norm=True,
-        zero_centered_norms=True,
-        gated_attention=True,
-        text_prefix="model.language_model.",
-        mtp_prefix="mtp.",
-        fp32_names=("linear_attn.A_log", "linear_attn.norm."),
+    "qwen3_5": _QWEN3_5("Qwen3_5ForConditionalGeneration", (*_MLP, *_GQA, *_DELTA_NET)),
+    "qwen3_5_moe": _QWEN3_5(
+        "Qwen3_5MoeForConditionalGeneration", (*_GQA, *_DELTA_NET, *_EXPERTS, "shared_expert_intermediate_size")
     ),
 }
 

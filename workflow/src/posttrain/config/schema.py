@@ -96,7 +96,7 @@ class Architecture:
     n_routed_experts: int = _doc("Routed experts per MoE layer (Qwen3-MoE spells it num_experts)", 0, minimum=0)
     n_shared_experts: int = _doc("Shared experts per MoE layer", 0, minimum=0)
     shared_expert_intermediate_size: int = _doc(
-        "Width of the shared expert, whose output has a gate of its own (Qwen3.5-MoE)", 0, minimum=0
+        "Width of the shared expert with a gated output (Qwen3.5-MoE)", 0, minimum=0
     )
     num_experts_per_tok: int = _doc("Experts per token", 0, minimum=0)
     routed_scaling_factor: float = _doc("Factor on the routed experts' weights (sigmoid routers)", 0.0, minimum=0)

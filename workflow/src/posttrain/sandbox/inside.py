@@ -53,7 +53,7 @@ def _wait(number: int) -> None:
 def _reap_until(child: int, caller: int) -> None:
     """End with the exit code of a child, and with it all processes of the namespace.
 
-    The caller is told first: if it hears nothing, this process was killed from outside.
+    It reports to the caller before it exits; no report means that it was killed from outside.
     """
     # The kernel keeps signals from its namespace off the first process, unless it handles them.
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)

@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -136,16 +137,23 @@ def make_tokenizer(max_length: int, known: Vocabulary = DIGITS) -> PreTrainedTok
     backend.add_tokens([AddedToken(piece, normalized=False) for piece in known.pieces])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        unk_token=UNKNOWN,
-        eos_token=END_OF_TEXT,
-        pad_token=END_OF_TEXT,
-        extra_special_tokens=[token for token in CONTROL_TOKENS if token not in (UNKNOWN, END_OF_TEXT)],
-        model_max_length=max_length,
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
+        **_settings(max_length),
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
+
+
+def _settings(max_length: int) -> dict[str, Any]:
+    """Return what both tokenizers tell transformers."""
+    return {
+        "unk_token": UNKNOWN,
+        "eos_token": END_OF_TEXT,
+        "pad_token": END_OF_TEXT,
+        "extra_special_tokens": [token for token in CONTROL_TOKENS if token not in (UNKNOWN, END_OF_TEXT)],
+        "model_max_length": max_length,
+        "padding_side": "left",
+        "clean_up_tokenization_spaces": False,
+    }
 
 
 def make_byte_level_tokenizer(max_length: int, known: Vocabulary = DIGITS) -> PreTrainedTokenizerFast:
@@ -163,13 +171,7 @@ def make_byte_level_tokenizer(max_length: int, known: Vocabulary = DIGITS) -> Pr
     tokenizer = Qwen3_5Tokenizer(
         vocab={token: i for i, token in enumerate((*spelled, *known.pieces, *CONTROL_TOKENS))},
         merges=[],
-        unk_token=UNKNOWN,
-        eos_token=END_OF_TEXT,
-        pad_token=END_OF_TEXT,
-        extra_special_tokens=[token for token in CONTROL_TOKENS if token not in (UNKNOWN, END_OF_TEXT)],
-        model_max_length=max_length,
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
+        **_settings(max_length),
     )
     tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in known.pieces])
     tokenizer.chat_template = CHAT_TEMPLATE

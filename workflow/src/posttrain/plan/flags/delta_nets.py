@@ -1,4 +1,4 @@
-"""What SGLang is told for gated delta nets.
+"""SGLang's settings for gated delta nets.
 
 SGLang 0.5.23 chooses the rest itself. With its prefix cache (`arg_groups/overrides.py`, `mamba_hook.py`) a running
 request takes five slots of states, one without; fewer slots cap `--max-running-requests`. On Blackwell it chooses

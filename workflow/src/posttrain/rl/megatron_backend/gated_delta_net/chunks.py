@@ -96,7 +96,7 @@ def _segment(chunks: Sequence[tuple[int, int]], steps: Sequence[int], is_first: 
 
 
 class Chunks:
-    """What a segment's chunks compute from their own tokens.
+    """Values of a segment's chunks that depend on no earlier chunk.
 
     Args:
         segment: Which tokens.

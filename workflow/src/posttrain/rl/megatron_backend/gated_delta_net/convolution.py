@@ -1,4 +1,4 @@
-"""Causal convolution of each channel over the last few tokens of its own sequence."""
+"""Causal depthwise convolution that stays within each packed sequence."""
 
 from __future__ import annotations
 
